@@ -1,0 +1,1 @@
+"""Entropy-guided multi-token-prediction decoding in JAX."""

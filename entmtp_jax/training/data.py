@@ -1,0 +1,117 @@
+"""Records of token ids: what ``distill`` writes and training reads.
+
+A set of records is one ``.npz`` file or a folder of them (shards, read in name order). Each file holds
+``tokens`` (all records end to end), ``offsets`` (record i is ``tokens[offsets[i]:offsets[i + 1]]``) and
+``prompt_length`` (the first so many tokens of a record are the prompt, on which there is no loss).
+Files are read without executing pickled objects.
+"""
+
+import zipfile
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from entmtp_jax.errors import UserError
+
+REQUIRED = ("tokens", "offsets", "prompt_length")
+
+
+class Records(NamedTuple):
+    """Token sequences end to end.
+
+    Attributes:
+      tokens: ``[sum of lengths]`` int32.
+      offsets: ``[records + 1]`` int64.
+      prompt_length: ``[records]`` int32.
+    """
+
+    tokens: np.ndarray
+    offsets: np.ndarray
+    prompt_length: np.ndarray
+
+    @property
+    def num_records(self) -> int:
+        """How many records there are."""
+        return len(self.prompt_length)
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """``[records]`` tokens of each record, prompt included."""
+        return np.diff(self.offsets)
+
+    def record(self, index: int) -> np.ndarray:
+        """Token ids of one record."""
+        return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+
+def load_records(path: Path) -> Records:
+    """Reads a file or a folder of shards.
+
+    Raises:
+      UserError: the path does not exist, holds no shard, or a shard is broken or inconsistent.
+    """
+    files = sorted(path.glob("*.npz")) if path.is_dir() else [path]
+    if not files:
+        raise UserError(f"{path}: no .npz shard in this folder; write some with scripts/distill.py")
+    return concatenate([_load_file(file) for file in files])
+
+
+def concatenate(parts: list[Records]) -> Records:
+    """One set of records from several."""
+    starts = np.cumsum([0] + [len(part.tokens) for part in parts])
+    offsets = [part.offsets[:-1] + start for part, start in zip(parts, starts)]
+    return Records(
+        tokens=np.concatenate([part.tokens for part in parts]),
+        offsets=np.concatenate([*offsets, starts[-1:]]).astype(np.int64),
+        prompt_length=np.concatenate([part.prompt_length for part in parts]),
+    )
+
+
+def from_sequences(sequences: list[list[int]], prompt_lengths: list[int]) -> Records:
+    """Records from Python lists of token ids."""
+    lengths = [len(sequence) for sequence in sequences]
+    return Records(
+        tokens=np.asarray([token for sequence in sequences for token in sequence], np.int32),
+        offsets=np.cumsum([0, *lengths]).astype(np.int64),
+        prompt_length=np.asarray(prompt_lengths, np.int32),
+    )
+
+
+def select(records: Records, indices: np.ndarray) -> Records:
+    """The records at ``indices``, in that order."""
+    return from_sequences(
+        [records.record(i).tolist() for i in indices], [int(records.prompt_length[i]) for i in indices]
+    )
+
+
+def save_records(path: Path, records: Records) -> None:
+    """Writes one shard; a reader never sees half of it."""
+    temporary = path.with_name(path.name + ".partial")
+    with open(temporary, "wb") as file:
+        np.savez_compressed(file, **records._asdict())
+    temporary.replace(path)
+
+
+def _load_file(path: Path) -> Records:
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            missing = [name for name in REQUIRED if name not in arrays]
+            if missing:
+                raise UserError(f"{path}: lacks the array {missing[0]!r}; a shard holds {', '.join(REQUIRED)}")
+            records = Records(
+                tokens=arrays["tokens"].astype(np.int32),
+                offsets=arrays["offsets"].astype(np.int64),
+                prompt_length=arrays["prompt_length"].astype(np.int32),
+            )
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file or folder; give a shard or a folder of shards") from None
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path}: not a readable .npz shard ({error}); write it again") from None
+    ends = records.offsets
+    consistent = len(ends) == records.num_records + 1 and ends[0] == 0 and ends[-1] == len(records.tokens)
+    if not consistent or (np.diff(ends) < records.prompt_length).any():
+        raise UserError(f"{path}: offsets, prompt_length and tokens do not fit together; write it again")
+    return records

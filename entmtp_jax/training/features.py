@@ -1,0 +1,153 @@
+"""Hidden states of a frozen backbone over records, computed once and kept on disk.
+
+Training heads on a frozen backbone needs only its final hidden state at every response position, so
+the backbone runs once over the data, not once per epoch. Blocks of batches are written to their own
+files; a killed run goes on at the first missing block.
+"""
+
+import json
+from pathlib import Path
+from typing import Callable, Iterator, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+
+from entmtp_jax.backbone.attention import causal_mask
+from entmtp_jax.backbone.cache import init_cache
+from entmtp_jax.backbone.transformer import Backbone
+from entmtp_jax.errors import UserError
+from entmtp_jax.training.data import Records
+from entmtp_jax.types import Float, Int, Array, Params
+
+LENGTH_STEP = 64  # records are padded to a multiple, so that few programs are compiled
+BATCH_TOKENS = 2048
+BATCHES_PER_BLOCK = 4
+NO_TARGET = -1
+
+
+class Features(NamedTuple):
+    """Training examples of one set of records, position by position.
+
+    Attributes:
+      hidden: ``[n, D]`` bfloat16 final normed hidden state of a position t.
+      targets: ``[n, K]`` int32 tokens at t+2 .. t+1+K; ``NO_TARGET`` past the end of the record.
+      record: ``[n]`` int32 index of the record that the position belongs to.
+    """
+
+    hidden: np.ndarray
+    targets: np.ndarray
+    record: np.ndarray
+
+
+def plan_batches(records: Records, *, seed: int) -> list[np.ndarray]:
+    """Groups records of similar length into batches, in a shuffled order that depends on the seed only."""
+    padded = -(-records.lengths // LENGTH_STEP) * LENGTH_STEP
+    batches = []
+    for length in np.unique(padded):
+        members = np.flatnonzero(padded == length)
+        size = max(1, BATCH_TOKENS // int(length))
+        batches += [members[i : i + size] for i in range(0, len(members), size)]
+    order = np.random.default_rng(seed).permutation(len(batches))
+    return [batches[i] for i in order]
+
+
+def extract_features(
+    backbone: Backbone,
+    params: Params,
+    records: Records,
+    folder: Path,
+    *,
+    num_heads: int,
+    seed: int,
+    fingerprint: str,
+    progress: Callable[[int, int], None],
+) -> None:
+    """Writes the features of every record to ``folder``; blocks that are already there are kept.
+
+    Args:
+      backbone: the frozen backbone.
+      params: its parameters.
+      records: token sequences.
+      folder: where the blocks go.
+      num_heads: K, targets per position.
+      seed: order of the batches.
+      fingerprint: says which weights and records these are; a folder made from others is refused.
+      progress: called with (blocks done, blocks in all).
+
+    Raises:
+      UserError: the folder holds features of other weights or records.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    header = {"fingerprint": fingerprint, "num_heads": num_heads, "seed": seed, "records": records.num_records}
+    header_file = folder / "features.json"
+    if header_file.exists() and json.loads(header_file.read_text()) != header:
+        raise UserError(f"{folder}: holds features of other weights or records; give an empty folder")
+    header_file.write_text(json.dumps(header))
+
+    @jax.jit
+    def hidden_states(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+        batch, length = tokens.shape
+        cache = init_cache(backbone.config, batch=batch, slots=1, dtype=jnp.float32)
+        positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+        empty = jnp.zeros(batch, jnp.int32)
+        return backbone.forward(params, tokens, positions, causal_mask(length), cache, empty).normed
+
+    batches = plan_batches(records, seed=seed)
+    blocks = [batches[i : i + BATCHES_PER_BLOCK] for i in range(0, len(batches), BATCHES_PER_BLOCK)]
+    for index, block in enumerate(blocks):
+        file = _block_file(folder, index)
+        if not file.exists():
+            parts = [_batch_features(hidden_states, params, records, batch, num_heads) for batch in block]
+            _save_block(file, Features(*(np.concatenate(field) for field in zip(*parts))))
+        progress(index + 1, len(blocks))
+
+
+def load_features(folder: Path) -> Features:
+    """All blocks of a folder as arrays in memory."""
+    blocks = [_load_block(file) for file in sorted(folder.glob("block_*.npz"))]
+    if not blocks:
+        raise UserError(f"{folder}: no feature blocks here; run scripts/train.py again to make them")
+    return Features(*(np.concatenate(field) for field in zip(*blocks)))
+
+
+def _batch_features(
+    hidden_states: Callable[[Params, Array], Array], params: Params, records: Records, batch: np.ndarray, num_heads: int
+) -> Features:
+    length = int(-(-records.lengths[batch].max() // LENGTH_STEP) * LENGTH_STEP)
+    size = max(1, BATCH_TOKENS // length)  # short last batches are padded, not compiled anew
+    tokens = np.zeros((size, length), np.int32)
+    for row, index in enumerate(batch):
+        tokens[row, : records.lengths[index]] = records.record(index)
+    hidden = np.asarray(hidden_states(params, jnp.asarray(tokens)).astype(jnp.bfloat16))
+    return Features(*(np.concatenate(field) for field in zip(*_examples(hidden, records, batch, num_heads))))
+
+
+def _examples(hidden: np.ndarray, records: Records, batch: np.ndarray, num_heads: int) -> Iterator[Features]:
+    for row, index in enumerate(batch):
+        # Positions whose own next token is the response's first up to the last with a target for head 0.
+        start, length = int(records.prompt_length[index]) - 1, int(records.lengths[index])
+        positions = np.arange(max(start, 0), max(length - 2, 0))
+        padded = np.concatenate([records.record(index), np.full(num_heads, NO_TARGET, np.int32)])
+        targets = padded[positions[:, None] + 2 + np.arange(num_heads)]
+        yield Features(
+            hidden=hidden[row, positions], targets=targets, record=np.full(len(positions), index, np.int32)
+        )
+
+
+def _block_file(folder: Path, index: int) -> Path:
+    return folder / f"block_{index:05d}.npz"
+
+
+def _save_block(file: Path, features: Features) -> None:
+    temporary = file.with_name(file.name + ".partial")
+    with open(temporary, "wb") as handle:
+        # bfloat16 is not a NumPy type on disk; its bits are.
+        np.savez(handle, hidden=features.hidden.view(np.uint16), targets=features.targets, record=features.record)
+    temporary.replace(file)
+
+
+def _load_block(file: Path) -> Features:
+    with np.load(file, allow_pickle=False) as block:
+        return Features(block["hidden"].view(ml_dtypes.bfloat16), block["targets"], block["record"])
