@@ -236,8 +236,9 @@ def load_bank(path: str | Path) -> Bank:
     try:
         topologies = tuple(_topology(item, i) for i, item in enumerate(data["topologies"]))
         calibrations = tuple(_calibration(item, i) for i, item in enumerate(data.get("calibrations", [])))
-        records = {name: data.get(name, {}) for name in ("made_by", "path_counts", "expected_accepted")}
-        bank = Bank(data["name"], topologies, calibrations, **records)
+        accepted = {name: float(drafts) for name, drafts in data.get("expected_accepted", {}).items()}
+        records = (data.get("made_by", {}), data.get("path_counts", {}), accepted)
+        bank = Bank(data["name"], topologies, calibrations, *records)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
     if data.get("max_nodes", bank.max_rows - 1) != bank.max_rows - 1:
@@ -261,9 +262,9 @@ def _calibration(item: Any, place: int) -> Calibration:
         dtype=fields["dtype"],
         batch=fields["batch"],
         signal=fields["signal"],
-        edges_nats=tuple(fields["edges_nats"]),
+        edges_nats=tuple(map(float, fields["edges_nats"])),
         topology_by_bin=tuple(fields["topology_by_bin"]),
-        step_ms=tuple(fields["step_ms"].items()),
+        step_ms=tuple((name, float(cost)) for name, cost in fields["step_ms"].items()),
     )
 
 

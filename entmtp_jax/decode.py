@@ -7,7 +7,8 @@ only the accepted rows' keys and values; a cache that passed through the switch 
 
 import dataclasses
 import functools
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp

@@ -6,7 +6,8 @@ of the previous step and the bin of the signal.
 """
 
 from enum import IntEnum
-from typing import NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np

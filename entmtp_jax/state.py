@@ -1,7 +1,8 @@
 """The decoding state: arrays only, every field per row, and the two ways in which it changes."""
 
 from enum import IntEnum
-from typing import Any, NamedTuple, Sequence
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np

@@ -13,6 +13,7 @@ import functools
 import itertools
 import operator
 from collections.abc import Iterable, Sequence
+from typing import SupportsIndex
 
 import numpy as np
 
@@ -55,15 +56,13 @@ class Topology:
     ranks: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not self.name:
-            raise UserError(f"a topology needs a name, got {self.name!r}")
-        for field in ("parents", "ranks"):
-            object.__setattr__(self, field, _integers(getattr(self, field), f"topology {self.name!r}: {field}"))
+        if not self.name:
+            raise UserError("a topology needs a name, got an empty one")
         _check_parents(self)
         _check_ranks(self)
 
     @classmethod
-    def from_paths(cls, name: str, paths: Iterable[Sequence[int]]) -> Topology:
+    def from_paths(cls, name: str, paths: Iterable[Sequence[SupportsIndex]]) -> Topology:
         """Builds a topology from a Medusa-style path list; rows are sorted by path length, then lexicographically.
 
         Args:
@@ -288,11 +287,11 @@ def _check_ranks(topology: Topology) -> None:
                 raise UserError(f"{what} skips a rank; add {(*path[:-1], expected)} or lower the rank")
 
 
-def _integers(values: Iterable[int], what: str) -> tuple[int, ...]:
+def _integers(path: Iterable[SupportsIndex], where: str) -> RankPath:
     try:
-        return tuple(map(operator.index, values))
+        return tuple(map(operator.index, path))
     except TypeError:
-        raise UserError(f"{what} {values!r} must be a sequence of integers") from None
+        raise UserError(f"{where} {path!r} must be a sequence of integers") from None
 
 
 def _read_only(array: np.ndarray) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Attention of new tokens to the cache (read-only) and to each other."""
 
-from typing import Protocol
+from collections.abc import Callable
+from typing import TypeAlias
 
 import jax.numpy as jnp
 
@@ -9,19 +10,8 @@ from entmtp_jax.types import Array, Bool, Float, RowInts
 MASKED = -1e30  # finite, so that a row of masked scores stays free of NaN
 
 
-class Attend(Protocol):
-    """The attention function that a backbone is built with."""
-
-    def __call__(
-        self,
-        query: Float[Array, "B T H C"],
-        keys: Float[Array, "B G T C"],
-        values: Float[Array, "B G T C"],
-        self_mask: Bool[Array, "#B T T"],
-        cached_keys: Float[Array, "B G S C"],
-        cached_values: Float[Array, "B G S C"],
-        lengths: RowInts,
-    ) -> Float[Array, "B T H C"]: ...
+# The attention function that a backbone is built with: arguments and result as ``two_part_attention``'s.
+Attend: TypeAlias = Callable[[Array, Array, Array, Array, Array, Array, RowInts], Array]
 
 
 def two_part_attention(

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from entmtp_jax.config import BackboneConfig
 from entmtp_jax.types import Array, Float, RowInts
@@ -32,7 +33,7 @@ class KVCache(NamedTuple):
         return jax.tree.leaves(self.keys)[0].shape[-2]
 
 
-def init_cache(config: BackboneConfig, *, batch: int, slots: int, dtype: jnp.dtype) -> KVCache:
+def init_cache(config: BackboneConfig, *, batch: int, slots: int, dtype: DTypeLike) -> KVCache:
     """An empty cache of zeros."""
     shape = (batch, config.num_kv_heads, slots, config.head_dim)
     if config.scan_layers:

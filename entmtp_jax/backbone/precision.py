@@ -4,18 +4,21 @@ Weights are ``[out, in]``. Every kind accumulates in float32 and returns float32
 ``Precision.HIGHEST`` on every platform, so that it is real float32 on TPU too.
 """
 
-from typing import Protocol
+import timeit
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from entmtp_jax.kernels import skinny_matmul
 from entmtp_jax.types import Array, Float
 
 
-class Linear(Protocol):
-    """``(x[..., in], weight[out, in]) -> y[..., out]`` in float32."""
-
-    def __call__(self, x: Float[Array, "*any I"], weight: Float[Array, "O I"]) -> Float[Array, "*any O"]: ...
+# ``(x[..., in], weight[out, in]) -> y[..., out]`` in float32.
+Linear: TypeAlias = Callable[[Array, Array], Array]
 
 
 def linear_highest(x: Float[Array, "*any I"], weight: Float[Array, "O I"]) -> Float[Array, "*any O"]:
@@ -46,3 +49,61 @@ def _contract(
 ) -> Float[Array, "*any O"]:
     dimensions = (((x.ndim - 1,), (1,)), ((), ()))
     return jax.lax.dot_general(x, weight, dimensions, precision=precision, preferred_element_type=jnp.float32)
+
+
+def linear_kernel(x: Float[Array, "*any I"], weight: Float[Array, "O I"]) -> Float[Array, "*any O"]:
+    """Product by the CPU kernel: weights of either dtype, float32 activations and sums.
+
+    A row's result does not depend on how many rows there are, bit for bit; see ``kernels.skinny_matmul``.
+    """
+    rows = skinny_matmul.linear(x.astype(jnp.float32).reshape(-1, x.shape[-1]), weight)
+    return rows.reshape(*x.shape[:-1], weight.shape[0])
+
+
+PROBE_SHAPE = (3072, 576)  # out, in: of the size of a small model's largest layer matrix
+PROBE_ROWS = (1, 8)  # plain decoding and a small tree
+PROBE_MATRICES = 8  # more bytes than the caches hold
+
+
+def choose_linear(dtype: str, cache: Path) -> tuple[Linear, str]:
+    """The fastest matrix product for weights of a dtype on this machine.
+
+    On an accelerator XLA's own product is taken. On a CPU the candidates are timed on a few matrices,
+    for one row and for a small tree: how they compare differs by processor and compiler.
+
+    Args:
+      dtype: ``float32`` or ``bfloat16``.
+      cache: where the compiled kernel is kept.
+
+    Returns:
+      The product, and its name for reports.
+    """
+    xla = linear_highest if dtype == "float32" else linear_bfloat16
+    if jax.default_backend() != "cpu":
+        return xla, "xla"
+    candidates = {"xla": linear_highest if dtype == "float32" else linear_bfloat16_two_rows}
+    if skinny_matmul.build(cache):
+        candidates["kernel"] = linear_kernel
+    if len(candidates) == 1:
+        return candidates["xla"], f"xla ({skinny_matmul.reason()})"
+    seconds = {name: _probe_s(linear, jnp.dtype(dtype)) for name, linear in candidates.items()}
+    best = min(seconds, key=lambda name: seconds[name])
+    return candidates[best], best
+
+
+def _probe_s(linear: Linear, dtype: DTypeLike) -> float:
+    """Seconds for the probe's matrices, summed over its row counts; the best of three each."""
+
+    @jax.jit
+    def products(x: Float[Array, "T I"], weights: list[Float[Array, "O I"]]) -> Float[Array, "T I"]:
+        for weight in weights:
+            x = x + 1e-3 * linear(x, weight)[:, : x.shape[1]]
+        return x
+
+    weights = [jnp.full(PROBE_SHAPE, 0.01, dtype) for _ in range(PROBE_MATRICES)]
+    total = 0.0
+    for rows in PROBE_ROWS:
+        x = jnp.ones((rows, PROBE_SHAPE[1]))
+        products(x, weights).block_until_ready()
+        total += min(timeit.repeat(lambda x=x: products(x, weights).block_until_ready(), number=1, repeat=3))
+    return total

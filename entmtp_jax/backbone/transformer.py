@@ -1,10 +1,12 @@
 """Llama-family decoder as a pure Linen module: the cache is an argument, new keys and values a result."""
 
-from typing import Callable, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from entmtp_jax.backbone.attention import Attend, causal_mask, two_part_attention
 from entmtp_jax.backbone.cache import KVCache, init_cache
@@ -46,7 +48,7 @@ class Backbone(NamedTuple):
     unembed: Callable[[Params, Array], Array]
 
 
-def _weight_init(key: PRNGKey, shape: tuple[int, ...], dtype: jnp.dtype = jnp.float32) -> Array:
+def _weight_init(key: PRNGKey, shape: tuple[int, ...], dtype: DTypeLike = jnp.float32) -> Array:
     return 0.02 * jax.random.normal(key, shape, dtype)
 
 

@@ -1,6 +1,7 @@
 """What decoding asks of a drafting head; every kind is one file that builds this NamedTuple."""
 
-from typing import Any, Callable, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 

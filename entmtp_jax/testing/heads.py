@@ -1,19 +1,35 @@
-"""Heads with known behaviour, for tests: they replay a given text instead of predicting one.
+"""A head with known behaviour, for tests: it replays a given text instead of predicting one.
 
-The text is the head's parameter, ``[B, X]`` token ids by absolute position, so one compiled program
-serves every text.
+The text and the rank at which its tokens are offered are the head's parameters, so one compiled program
+serves an oracle (always right), an adversary (never right) and anything between.
 """
 
-from typing import Callable, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from entmtp_jax.heads.interface import Draft, Features, Head, Proposal, Shared
 from entmtp_jax.topology import Topology
 from entmtp_jax.types import Array, Bool, Int, Params, PRNGKey, RowInts
 
-# (position of the drafted token [B], rank, true token [B], vocabulary) -> drafted token [B]
-Guess = Callable[[RowInts, int, RowInts, int], RowInts]
+ALWAYS = 0  # rank of the true token: an oracle
+NEVER = -1  # at no rank: an adversary
+
+
+def replay_params(texts: Sequence[Sequence[int]], true_rank: np.ndarray | int, *, slots: int) -> Params:
+    """Parameters of ``replay_head``.
+
+    Args:
+      texts: per row, the token of every absolute position: the prompt and its plain continuation.
+      true_rank: at which rank the true token of a position stands: ``[slots]``, or one number for all.
+      slots: length to which the texts are padded.
+    """
+    text = np.zeros((len(texts), slots), np.int32)
+    for row, tokens in enumerate(texts):
+        text[row, : len(tokens)] = tokens
+    return {"text": jnp.asarray(text), "true_rank": jnp.asarray(np.broadcast_to(true_rank, (slots,)), jnp.int32)}
 
 
 class ReplayState(NamedTuple):
@@ -24,8 +40,8 @@ class ReplayState(NamedTuple):
     position: RowInts
 
 
-def replay_head(guess: Guess, *, vocab_size: int, max_depth: int = 8, top_k: int = 16) -> Head:
-    """A head that knows the text and drafts what ``guess`` makes of it."""
+def replay_head(*, vocab_size: int, max_depth: int = 8, top_k: int = 16) -> Head:
+    """A head that offers the true token at a known rank and wrong, different tokens at the others."""
 
     def init_state(batch: int, slots: int) -> ReplayState:
         del slots
@@ -53,40 +69,18 @@ def replay_head(guess: Guess, *, vocab_size: int, max_depth: int = 8, top_k: int
         params: Params, shared: Shared, state: ReplayState, root: RowInts, proposal: Proposal, topology: Topology
     ) -> Draft:
         del shared, proposal
-        text = params["text"]
+        text, true_rank = params["text"], params["true_rank"]
         columns = [root]
         for depth, rank in zip(topology.depths[1:], topology.ranks[1:]):
             position = state.position + depth
             inside = jnp.minimum(position, text.shape[1] - 1)
             true = jnp.take_along_axis(text, inside[:, None], axis=1)[:, 0]
-            columns.append(guess(position, rank, true, vocab_size))
+            columns.append((true + rank - true_rank[inside]) % vocab_size)
         tokens = jnp.stack(columns, axis=1)
         return Draft(tokens=tokens, logprobs=jnp.zeros(tokens.shape))
 
     def init(key: PRNGKey) -> Params:
         del key
-        return {"text": jnp.zeros((1, 1), jnp.int32)}
+        return replay_params([[0]], ALWAYS, slots=1)
 
     return Head("replay", max_depth, top_k, init, init_state, advance, propose, complete)
-
-
-def oracle(position: RowInts, rank: int, true: RowInts, vocab_size: int) -> RowInts:
-    """Rank 0 is always right, the other ranks are wrong and differ: acceptance is 100 %."""
-    del position
-    return (true + rank) % vocab_size
-
-
-def adversary(position: RowInts, rank: int, true: RowInts, vocab_size: int) -> RowInts:
-    """Every rank is wrong: nothing is ever accepted."""
-    del position
-    return (true + 1 + rank) % vocab_size
-
-
-def right_at_rank(position: RowInts, rank: int, true: RowInts, vocab_size: int) -> RowInts:
-    """A noisy oracle: the true token stands at a rank 0 .. 3 that depends on the position."""
-    return (true + rank - hidden_rank(position)) % vocab_size
-
-
-def hidden_rank(position: Array) -> Array:
-    """Where ``right_at_rank`` puts the true token: a fixed hash of the position to 0 .. 3."""
-    return (position * 7919 + position // 3) % 4

@@ -4,7 +4,7 @@ It shares no code with the package's backbone or loop, so equality with it means
 """
 
 import dataclasses
-from typing import Sequence
+from collections.abc import Sequence
 
 import numpy as np
 

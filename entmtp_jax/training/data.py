@@ -7,6 +7,8 @@ Files are read without executing pickled objects.
 """
 
 import zipfile
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,7 +62,7 @@ def load_records(path: Path) -> Records:
 def concatenate(parts: list[Records]) -> Records:
     """One set of records from several."""
     starts = np.cumsum([0] + [len(part.tokens) for part in parts])
-    offsets = [part.offsets[:-1] + start for part, start in zip(parts, starts)]
+    offsets = [part.offsets[:-1] + start for part, start in zip(parts, starts[:-1], strict=True)]
     return Records(
         tokens=np.concatenate([part.tokens for part in parts]),
         offsets=np.concatenate([*offsets, starts[-1:]]).astype(np.int64),
@@ -85,31 +87,52 @@ def select(records: Records, indices: np.ndarray) -> Records:
     )
 
 
-def save_records(path: Path, records: Records) -> None:
-    """Writes one shard; a reader never sees half of it."""
+def save_records(path: Path, records: Records, *, ids: Sequence[str] = ()) -> None:
+    """Writes one shard; a reader never sees half of it.
+
+    Args:
+      path: of the shard; a name ending in ``.npz``.
+      records: token sequences.
+      ids: of the prompts, one per record, or none.
+    """
     temporary = path.with_name(path.name + ".partial")
+    arrays = records._asdict() | ({"ids": np.asarray(ids, np.str_)} if ids else {})
     with open(temporary, "wb") as file:
-        np.savez_compressed(file, **records._asdict())
+        np.savez_compressed(file, allow_pickle=False, **arrays)
     temporary.replace(path)
 
 
-def _load_file(path: Path) -> Records:
+def read_ids(path: Path) -> list[str]:
+    """Ids of the prompts in one shard; none if it does not tell.
+
+    Raises:
+      UserError: the shard is broken.
+    """
+    arrays = _load_arrays(path)
+    return arrays["ids"].tolist() if "ids" in arrays else []
+
+
+def _load_arrays(path: Path) -> dict[str, np.ndarray]:
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            missing = [name for name in REQUIRED if name not in arrays]
-            if missing:
-                raise UserError(f"{path}: lacks the array {missing[0]!r}; a shard holds {', '.join(REQUIRED)}")
-            records = Records(
-                tokens=arrays["tokens"].astype(np.int32),
-                offsets=arrays["offsets"].astype(np.int64),
-                prompt_length=arrays["prompt_length"].astype(np.int32),
-            )
+            return {name: arrays[name] for name in arrays.files}
     except FileNotFoundError:
         raise UserError(f"{path}: no such file or folder; give a shard or a folder of shards") from None
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
-        if isinstance(error, UserError):
-            raise
+    except (OSError, ValueError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
+        # A lone array has no ``files``; whatever is no archive at all fails in one of the other ways.
         raise UserError(f"{path}: not a readable .npz shard ({error}); write it again") from None
+
+
+def _load_file(path: Path) -> Records:
+    arrays = _load_arrays(path)
+    missing = [name for name in REQUIRED if name not in arrays]
+    if missing:
+        raise UserError(f"{path}: lacks the array {missing[0]!r}; a shard holds {', '.join(REQUIRED)}")
+    records = Records(
+        tokens=arrays["tokens"].astype(np.int32),
+        offsets=arrays["offsets"].astype(np.int64),
+        prompt_length=arrays["prompt_length"].astype(np.int32),
+    )
     ends = records.offsets
     consistent = len(ends) == records.num_records + 1 and ends[0] == 0 and ends[-1] == len(records.tokens)
     if not consistent or (np.diff(ends) < records.prompt_length).any():

@@ -5,9 +5,10 @@ the backbone runs once over the data, not once per epoch. Blocks of batches are 
 files; a killed run goes on at the first missing block.
 """
 
-import json
+import zipfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Callable, Iterator, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,12 +20,14 @@ from entmtp_jax.backbone.cache import init_cache
 from entmtp_jax.backbone.transformer import Backbone
 from entmtp_jax.errors import UserError
 from entmtp_jax.training.data import Records
-from entmtp_jax.types import Float, Int, Array, Params
+from entmtp_jax.training.settings import check_settings
+from entmtp_jax.types import Array, Float, Int, Params
 
 LENGTH_STEP = 64  # records are padded to a multiple, so that few programs are compiled
 BATCH_TOKENS = 2048
 BATCHES_PER_BLOCK = 4
 NO_TARGET = -1
+HEADER_FILE = "features.json"
 
 
 class Features(NamedTuple):
@@ -63,8 +66,9 @@ def extract_features(
     seed: int,
     fingerprint: str,
     progress: Callable[[int, int], None],
+    max_blocks: int | None = None,
 ) -> None:
-    """Writes the features of every record to ``folder``; blocks that are already there are kept.
+    """Writes the features of the records to ``folder``; blocks that are already there are kept.
 
     Args:
       backbone: the frozen backbone.
@@ -75,16 +79,16 @@ def extract_features(
       seed: order of the batches.
       fingerprint: says which weights and records these are; a folder made from others is refused.
       progress: called with (blocks done, blocks in all).
+      max_blocks: stop after so many blocks, a random part of the records; None for all.
 
     Raises:
       UserError: the folder holds features of other weights or records.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    header = {"fingerprint": fingerprint, "num_heads": num_heads, "seed": seed, "records": records.num_records}
-    header_file = folder / "features.json"
-    if header_file.exists() and json.loads(header_file.read_text()) != header:
-        raise UserError(f"{folder}: holds features of other weights or records; give an empty folder")
-    header_file.write_text(json.dumps(header))
+    check_settings(
+        folder / HEADER_FILE,
+        {"fingerprint": fingerprint, "num_heads": num_heads, "seed": seed, "records": records.num_records},
+    )
 
     @jax.jit
     def hidden_states(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
@@ -95,21 +99,31 @@ def extract_features(
         return backbone.forward(params, tokens, positions, causal_mask(length), cache, empty).normed
 
     batches = plan_batches(records, seed=seed)
-    blocks = [batches[i : i + BATCHES_PER_BLOCK] for i in range(0, len(batches), BATCHES_PER_BLOCK)]
+    blocks = [batches[i : i + BATCHES_PER_BLOCK] for i in range(0, len(batches), BATCHES_PER_BLOCK)][:max_blocks]
     for index, block in enumerate(blocks):
         file = _block_file(folder, index)
         if not file.exists():
             parts = [_batch_features(hidden_states, params, records, batch, num_heads) for batch in block]
-            _save_block(file, Features(*(np.concatenate(field) for field in zip(*parts))))
+            _save_block(file, Features(*(np.concatenate(field) for field in zip(*parts, strict=True))))
         progress(index + 1, len(blocks))
 
 
-def load_features(folder: Path) -> Features:
-    """All blocks of a folder as arrays in memory."""
-    blocks = [_load_block(file) for file in sorted(folder.glob("block_*.npz"))]
-    if not blocks:
+def load_features(folder: Path, max_blocks: int | None = None) -> Features:
+    """The first blocks of a folder, or all of them, as arrays in memory; block by block, so nothing is there twice.
+
+    Raises:
+      UserError: there are no blocks, or one is damaged.
+    """
+    files = sorted(folder.glob("block_*.npz"))[:max_blocks]
+    if not files:
         raise UserError(f"{folder}: no feature blocks here; run scripts/train.py again to make them")
-    return Features(*(np.concatenate(field) for field in zip(*blocks)))
+    starts = np.cumsum([0] + [len(_load_field(file, "record")) for file in files])
+    first = _load_block(files[0])
+    features = Features(*(np.empty((starts[-1], *field.shape[1:]), field.dtype) for field in first))
+    for file, start, end in zip(files, starts[:-1], starts[1:], strict=True):
+        for whole, part in zip(features, _load_block(file), strict=True):
+            whole[start:end] = part
+    return features
 
 
 def _batch_features(
@@ -121,7 +135,8 @@ def _batch_features(
     for row, index in enumerate(batch):
         tokens[row, : records.lengths[index]] = records.record(index)
     hidden = np.asarray(hidden_states(params, jnp.asarray(tokens)).astype(jnp.bfloat16))
-    return Features(*(np.concatenate(field) for field in zip(*_examples(hidden, records, batch, num_heads))))
+    examples = _examples(hidden, records, batch, num_heads)
+    return Features(*(np.concatenate(field) for field in zip(*examples, strict=True)))
 
 
 def _examples(hidden: np.ndarray, records: Records, batch: np.ndarray, num_heads: int) -> Iterator[Features]:
@@ -149,5 +164,16 @@ def _save_block(file: Path, features: Features) -> None:
 
 
 def _load_block(file: Path) -> Features:
-    with np.load(file, allow_pickle=False) as block:
-        return Features(block["hidden"].view(ml_dtypes.bfloat16), block["targets"], block["record"])
+    return Features(
+        hidden=_load_field(file, "hidden").view(ml_dtypes.bfloat16),
+        targets=_load_field(file, "targets"),
+        record=_load_field(file, "record"),
+    )
+
+
+def _load_field(file: Path, name: str) -> np.ndarray:
+    try:
+        with np.load(file, allow_pickle=False) as block:
+            return block[name]
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise UserError(f"{file}: damaged block ({error}); remove it to have it made again") from None

@@ -1,0 +1,213 @@
+"""Puts a decoder together from names: the model, its arithmetic, the head that drafts and the bank.
+
+This is what scripts and notebooks start from; everything it returns can also be built by hand.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from entmtp_jax.assets import assets_folder
+from entmtp_jax.backbone.precision import Linear, choose_linear
+from entmtp_jax.backbone.transformer import Backbone, build_backbone, output_matrix, stack_layers
+from entmtp_jax.bank import Bank, find_bank, load_bank
+from entmtp_jax.checkpoints import load_backbone
+from entmtp_jax.checkpoints.fingerprint import fingerprint
+from entmtp_jax.checkpoints.head_files import load_head
+from entmtp_jax.config import BackboneConfig
+from entmtp_jax.device import device_name
+from entmtp_jax.errors import UserError
+from entmtp_jax.heads.interface import Head, Shared
+from entmtp_jax.heads.lookup import build_lookup
+from entmtp_jax.hub import resolve_model
+from entmtp_jax.scheduler import DEFAULT_WINDOW, Policy, Signal, fixed, ladder
+from entmtp_jax.text import Text, load_text
+from entmtp_jax.topology import autoregressive, chain
+from entmtp_jax.types import Params
+
+DTYPES = ("float32", "bfloat16")
+Notify = Callable[[str], None]  # takes one line for the user
+
+
+class Model(NamedTuple):
+    """A backbone ready to run.
+
+    Attributes:
+      name: as the user wrote it.
+      dtype: of the weights.
+      arithmetic: how matrices are multiplied, in words.
+      config: shape.
+      backbone: pure functions.
+      params: on the device.
+      linear: the matrix product, for heads too.
+      text: tokenizer and chat template.
+      fingerprint: says which weights these are.
+    """
+
+    name: str
+    dtype: str
+    arithmetic: str
+    config: BackboneConfig
+    backbone: Backbone
+    params: Params
+    linear: Linear
+    text: Text
+    fingerprint: str
+
+    @property
+    def shared(self) -> Shared:
+        """The matrices that heads may read."""
+        return Shared(embedding=self.params["embed"]["embedding"], output=output_matrix(self.params))
+
+
+class Draft(NamedTuple):
+    """A head and the bank whose topologies it drafts.
+
+    Attributes:
+      name: of the head's kind or folder.
+      head: pure functions.
+      params: on the device.
+      bank: always holds plain decoding, so that it can be compared with in the same program.
+    """
+
+    name: str
+    head: Head
+    params: Params
+    bank: Bank
+
+
+def load_model(name: str, *, dtype: str, cache: Path, notify: Notify) -> Model:
+    """Loads a backbone with its tokenizer.
+
+    Args:
+      name: known name, local folder, .gguf file or hub id.
+      dtype: of the weights: ``float32`` or ``bfloat16``; sums are float32 in both.
+      cache: folder of fetched models and compiled kernels.
+      notify: told about downloads and choices.
+
+    Raises:
+      UserError: the model cannot be had or read.
+    """
+    source = resolve_model(name, cache, notify)
+    config, params = load_backbone(source, dtype)
+    text = load_text(source)
+    if text.eos_ids:
+        # The tokenizer knows the turn's end too, where a base model's config only knows the text's.
+        config = dataclasses.replace(config, eos_ids=tuple(sorted({*config.eos_ids, *text.eos_ids})))
+    linear, arithmetic = choose_linear(dtype, cache)
+    if jax.default_backend() != "cpu":
+        config = dataclasses.replace(config, scan_layers=True)
+        params = stack_layers(params, config.num_layers)
+    return Model(
+        name=name,
+        dtype=dtype,
+        arithmetic=arithmetic,
+        config=config,
+        backbone=build_backbone(config, linear=linear),
+        params=jax.tree.map(jnp.asarray, params),
+        linear=linear,
+        text=text,
+        fingerprint=fingerprint(source),
+    )
+
+
+def load_draft(model: Model, heads: str, bank: str | None, *, notify: Notify) -> Draft:
+    """Loads the head and the bank that go with a model.
+
+    Args:
+      model: the backbone.
+      heads: ``lookup``, a kind shipped for this model such as ``medusa``, or a head folder.
+      bank: a bank file or name; None takes the shipped bank of this model and head, or a small default.
+      notify: warned about heads of other weights.
+
+    Raises:
+      UserError: head or bank do not exist, are broken or do not fit.
+    """
+    shipped = assets_folder("trees") / Path(model.name).name / heads / "general.json"
+    if bank is not None:
+        chosen = load_bank(find_bank(bank))
+    elif shipped.is_file():
+        chosen = load_bank(shipped)
+    else:
+        chosen = Bank("default", (autoregressive(), chain(3), chain(7)))
+    if all(topology.depth for topology in chosen.topologies):
+        chosen = dataclasses.replace(chosen, topologies=(autoregressive(), *chosen.topologies))
+    if heads == "lookup":
+        head = build_lookup()
+        return Draft(heads, head, head.init(jax.random.key(0)), chosen)
+    folder = head_folder(model.name, heads)
+    _warn_of_other_weights(model, folder, notify)
+    top_k = max(chosen.max_rank + 1, 1)
+    head, params = load_head(folder, model.config, model.shared, top_k=top_k, linear=model.linear)
+    return Draft(heads, head, jax.tree.map(jnp.asarray, params), chosen)
+
+
+def head_folder(model_name: str, heads: str) -> Path:
+    """The folder of a shipped kind of heads or of the user's own."""
+    own = Path(heads)
+    if (own / "config.json").is_file():
+        return own
+    folder = assets_folder("models") / Path(model_name).name / "heads"
+    if (folder / heads / "config.json").is_file():
+        return folder / heads
+    shipped = sorted(path.parent.name for path in folder.glob("*/config.json"))
+    raise UserError(
+        f"heads {heads!r}: no such folder with a config.json, and {model_name} ships {', '.join(shipped) or 'none'}; "
+        "give 'lookup', a shipped kind or a head folder"
+    )
+
+
+def _warn_of_other_weights(model: Model, folder: Path, notify: Notify) -> None:
+    trained_on = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("backbone_fingerprint")
+    if trained_on and trained_on != model.fingerprint:
+        notify(f"note: {folder} was trained on other weights than {model.name}; the text is right, acceptance may drop")
+
+
+def make_policy(text: str, bank: Bank, *, dtype: str, batch: int, notify: Notify) -> Policy:
+    """The policy that a command line names.
+
+    Args:
+      text: ``entropy``, ``fixed:<topology>`` or ``ar``.
+      bank: whose topologies the policy picks among.
+      dtype: of the weights; thresholds are kept per device, dtype and batch.
+      batch: rows per step.
+      notify: warned when the bank has no thresholds for this device.
+
+    Raises:
+      UserError: no such policy or topology.
+    """
+    count = len(bank.topologies)
+    if text == "ar":
+        return fixed(bank.index("ar"), num_topologies=count)
+    if text.startswith("fixed:"):
+        return fixed(bank.index(text.removeprefix("fixed:")), num_topologies=count)
+    if text != "entropy":
+        raise UserError(f"policy {text!r} is unknown; give entropy, fixed:<topology> or ar")
+    calibration = bank.calibration_for(device_name(), dtype, batch)
+    if calibration is None and bank.calibrations:
+        calibration = bank.calibrations[0]
+        notify(
+            f"note: bank {bank.name!r} has no thresholds for {device_name()}, {dtype}, batch {batch}; "
+            f"using those of {calibration.device}, {calibration.dtype}, batch {calibration.batch}"
+        )
+    if calibration is None:
+        notify(f"note: bank {bank.name!r} has no entropy thresholds; using evenly spaced ones")
+        return _even_ladder(bank)
+    if calibration.signal != Signal.ENTROPY_EMA.name.lower():
+        raise UserError(f"bank {bank.name!r}: signal {calibration.signal!r} is unknown; calibrate the bank again")
+    indices = [bank.index(name) for name in calibration.topology_by_bin]
+    return ladder(indices, calibration.edges_nats, num_topologies=count, window=DEFAULT_WINDOW)
+
+
+def _even_ladder(bank: Bank) -> Policy:
+    """Widest tree for confident text, plain decoding for the least confident: EntMTP's ladder without calibration."""
+    order = sorted(range(len(bank.topologies)), key=lambda i: -bank.topologies[i].num_rows)[:8]
+    step_nats = 1.0
+    edges = [step_nats * (i + 1) for i in range(len(order) - 1)]
+    return ladder(order, edges, num_topologies=len(bank.topologies))
+

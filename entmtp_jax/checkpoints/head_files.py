@@ -1,0 +1,273 @@
+"""Trained heads on disk: a folder with ``config.json``, ``heads.safetensors`` and ``provenance.json``.
+
+==============  =======  =============================================================================
+tensor          dtype    shape and meaning (medusa)
+==============  =======  =============================================================================
+kernel          float    ``[K, layers, D, D]`` weights of the residual blocks, ``[out, in]``
+bias            float    ``[K, layers, D]``
+output          float    ``[K, scored, D]`` output matrices; only if the heads own theirs
+draft_ids       int32    ``[scored]`` token id of every scored column; only with a draft vocabulary
+==============  =======  =============================================================================
+
+The three files are renamed into place one by one; ``config.json`` comes last and holds the sum of the
+weights, so a folder that was cut off half-way is noticed and never read as something else.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import ml_dtypes  # also what lets safetensors return bfloat16 arrays
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save as to_safetensors
+
+from entmtp_jax.backbone.precision import Linear
+from entmtp_jax.config import BackboneConfig
+from entmtp_jax.errors import UserError
+from entmtp_jax.heads.interface import Head, Shared
+from entmtp_jax.heads.medusa import MedusaConfig, build_medusa, prepare_medusa
+from entmtp_jax.json_files import COUNT, OBJECT, TEXT, Key, Kind, check_object, read_json, write_json
+from entmtp_jax.types import Params
+
+CONFIG_FILE, WEIGHTS_FILE, PROVENANCE_FILE = "config.json", "heads.safetensors", "provenance.json"
+SCHEMA = 1
+DRAFT_IDS = "draft_ids"
+FLOATS = ("F32", "F16", "BF16")
+
+FLAG = Kind("true or false", lambda value: isinstance(value, bool))
+COUNT_OR_NULL = Kind("a non-negative integer or null", lambda value: value is None or COUNT.holds(value))
+COMMON_KEYS = {
+    "schema": Key(COUNT),
+    "kind": Key(TEXT),
+    "backbone": Key(OBJECT),
+    "weights_sha256": Key(TEXT),
+    "shape": Key(OBJECT),
+    "draft_vocab": Key(OBJECT, required=False),
+}
+MEDUSA_KEYS = {
+    "hidden_size": Key(COUNT),
+    "vocab_size": Key(COUNT),
+    "num_heads": Key(COUNT),
+    "num_layers": Key(COUNT),
+    "draft_vocab_size": Key(COUNT_OR_NULL),
+    "own_output": Key(FLAG),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class HeadInfo:
+    """What ``config.json`` says.
+
+    Attributes:
+      kind: ``medusa``.
+      shape: config of the heads.
+      backbone_name: model that they were trained for.
+      backbone_fingerprint: of its weights; see ``fingerprint``.
+      weights_sha256: sum of ``heads.safetensors``.
+      draft_vocab: how the draft vocabulary was chosen, for the reader.
+    """
+
+    kind: str
+    shape: MedusaConfig
+    backbone_name: str
+    backbone_fingerprint: str
+    weights_sha256: str
+    draft_vocab: Mapping[str, Any]
+
+
+def save_head(
+    folder: Path,
+    *,
+    shape: MedusaConfig,
+    params: Params,
+    draft_ids: np.ndarray | None,
+    backbone_name: str,
+    backbone_fingerprint: str,
+    draft_vocab: Mapping[str, Any],
+    provenance: Mapping[str, Any],
+) -> None:
+    """Writes trained Medusa heads; other files of the folder, such as the card, stay.
+
+    Args:
+      folder: created if need be.
+      shape: config of the heads.
+      params: of ``MedusaBlocks``; written as bfloat16.
+      draft_ids: ``[scored]`` ids, or None where the heads score the whole vocabulary.
+      backbone_name: model that they were trained for.
+      backbone_fingerprint: of its weights.
+      draft_vocab: how the draft vocabulary was chosen.
+      provenance: command, versions, data, accuracies.
+
+    Raises:
+      UserError: the tensors do not fit the config, or the folder cannot be written.
+    """
+    tensors = {name: np.asarray(value).astype(ml_dtypes.bfloat16) for name, value in params.items()}
+    if draft_ids is not None:
+        tensors[DRAFT_IDS] = np.asarray(draft_ids, np.int32)
+    _check_tensors(shape, tensors, str(folder))
+    data = to_safetensors(tensors)
+    _write_bytes(folder / WEIGHTS_FILE, data)
+    write_json(folder / PROVENANCE_FILE, dict(provenance))
+    config = {
+        "schema": SCHEMA,
+        "kind": "medusa",
+        "backbone": {"name": backbone_name, "fingerprint": backbone_fingerprint},
+        "shape": dataclasses.asdict(shape),
+        "draft_vocab": dict(draft_vocab),
+        "weights_sha256": hashlib.sha256(data).hexdigest(),
+    }
+    write_json(folder / CONFIG_FILE, config)
+
+
+def read_head_info(folder: Path) -> HeadInfo:
+    """Reads and checks ``config.json`` of a folder of heads.
+
+    Raises:
+      UserError: it is missing, broken, of an unknown kind or of a newer schema.
+    """
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder of heads; give one that holds {CONFIG_FILE} and {WEIGHTS_FILE}")
+    file = folder / CONFIG_FILE
+    data = check_object(read_json(file), str(file), COMMON_KEYS)
+    if data["kind"] not in KINDS:
+        raise UserError(f"{file}: unknown kind of heads {data['kind']!r}; known: {', '.join(KINDS)}")
+    if data["schema"] != SCHEMA:
+        raise UserError(f"{file}: schema {data['schema']}, but this version reads {SCHEMA}; update the package")
+    backbone = check_object(data["backbone"], f"{file}, backbone", {"name": Key(TEXT), "fingerprint": Key(TEXT)})
+    shape = check_object(data["shape"], f"{file}, shape", MEDUSA_KEYS)
+    try:
+        config = MedusaConfig(**shape)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+    return HeadInfo(
+        kind=data["kind"],
+        shape=config,
+        backbone_name=backbone["name"],
+        backbone_fingerprint=backbone["fingerprint"],
+        weights_sha256=data["weights_sha256"],
+        draft_vocab=data.get("draft_vocab", {}),
+    )
+
+
+def load_head(
+    folder: Path, backbone_config: BackboneConfig, shared: Shared, *, top_k: int, linear: Linear
+) -> tuple[Head, Params]:
+    """Loads trained heads for a backbone.
+
+    Args:
+      folder: from ``save_head``.
+      backbone_config: of the backbone that will verify.
+      shared: its matrices; heads without output matrices take their rows from it.
+      top_k: candidates ranked per head; fewer if the heads score fewer ids.
+      linear: the matrix product.
+
+    Returns:
+      The head and its parameters; matrices have the dtype of the backbone's, biases are float32.
+
+    Raises:
+      UserError: heads of another backbone shape or of an unknown kind; a tensor that is missing, extra,
+        misshapen or not finite; a damaged file.
+    """
+    info = read_head_info(folder)
+    _check_backbone(info, backbone_config, folder)
+    return KINDS[info.kind](info, _read_tensors(folder / WEIGHTS_FILE, info), shared, top_k, linear)
+
+
+def _build_medusa(
+    info: HeadInfo, tensors: dict[str, np.ndarray], shared: Shared, top_k: int, linear: Linear
+) -> tuple[Head, Params]:
+    draft_ids = tensors.pop(DRAFT_IDS, None)
+    dtypes = {"bias": jnp.float32}
+    params = {name: jnp.asarray(value, dtypes.get(name, shared.output.dtype)) for name, value in tensors.items()}
+    head = build_medusa(info.shape, top_k=min(top_k, info.shape.num_scored), linear=linear)
+    return head, prepare_medusa(info.shape, params, draft_ids, shared)
+
+
+KINDS: dict[str, Callable[..., tuple[Head, Params]]] = {"medusa": _build_medusa}
+
+
+def _check_backbone(info: HeadInfo, config: BackboneConfig, folder: Path) -> None:
+    for name in ("hidden_size", "vocab_size"):
+        theirs, ours = getattr(info.shape, name), getattr(config, name)
+        if theirs != ours:
+            raise UserError(
+                f"{folder}: these heads were trained for {info.backbone_name} with {name} {theirs}, but the model "
+                f"has {ours}; choose heads that were trained for it"
+            )
+
+
+def _read_tensors(file: Path, info: HeadInfo) -> dict[str, np.ndarray]:
+    try:
+        digest = hashlib.sha256(file.read_bytes()).hexdigest()
+        with safe_open(file, framework="numpy") as opened:
+            names = list(opened.keys())
+            _check_dtypes({name: opened.get_slice(name).get_dtype() for name in names}, str(file))
+            tensors = {name: opened.get_tensor(name) for name in names}
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror}; is the folder complete?") from None
+    except SafetensorError as error:
+        raise UserError(f"{file} is truncated or no safetensors file: {error}") from None
+    _check_tensors(info.shape, tensors, str(file))
+    if digest != info.weights_sha256:
+        raise UserError(f"{file} is not the file that {CONFIG_FILE} describes (sha256 differs); copy both again")
+    return tensors
+
+
+def _check_dtypes(dtypes: Mapping[str, str], where: str) -> None:
+    for name, dtype in dtypes.items():
+        readable = ("I32",) if name == DRAFT_IDS else FLOATS
+        if dtype not in readable:
+            raise UserError(f"{where}: tensor {name} has dtype {dtype}; readable: {', '.join(readable)}")
+
+
+def _expected_shapes(shape: MedusaConfig) -> dict[str, tuple[int, ...]]:
+    expected: dict[str, tuple[int, ...]] = {
+        "kernel": (shape.num_heads, shape.num_layers, shape.hidden_size, shape.hidden_size),
+        "bias": (shape.num_heads, shape.num_layers, shape.hidden_size),
+    }
+    if shape.own_output:
+        expected["output"] = (shape.num_heads, shape.num_scored, shape.hidden_size)
+    if shape.draft_vocab_size is not None:
+        expected[DRAFT_IDS] = (shape.draft_vocab_size,)
+    return expected
+
+
+def _check_tensors(shape: MedusaConfig, tensors: Mapping[str, np.ndarray], where: str) -> None:
+    """Every tensor is accounted for, of the right shape, and holds usable values."""
+    expected = _expected_shapes(shape)
+    for name, wanted in expected.items():
+        if name not in tensors:
+            raise UserError(f"{where}: tensor {name} of shape {wanted} is missing")
+        if tensors[name].shape != wanted:
+            raise UserError(f"{where}: tensor {name} has shape {tensors[name].shape}, but the config asks for {wanted}")
+        _check_values(name, tensors[name], shape, where)
+    if extra := sorted(set(tensors) - set(expected)):
+        raise UserError(f"{where}: tensor {extra[0]} has no place in these heads")
+
+
+def _check_values(name: str, tensor: np.ndarray, shape: MedusaConfig, where: str) -> None:
+    if name == DRAFT_IDS:
+        if len(np.unique(tensor)) < len(tensor) or tensor.min() < 0 or tensor.max() >= shape.vocab_size:
+            raise UserError(f"{where}: tensor {name} must hold different token ids below {shape.vocab_size}")
+    elif not np.isfinite(tensor.astype(np.float32)).all():
+        raise UserError(f"{where}: tensor {name} holds NaN or infinity; train the heads again")
+
+
+def _write_bytes(path: Path, data: bytes) -> None:
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            unfinished.write_bytes(data)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; choose a writable path") from None

@@ -1,0 +1,88 @@
+"""How good heads are on held-out positions: where the true token stands among each head's candidates."""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from entmtp_jax.heads.medusa import MedusaConfig
+from entmtp_jax.training.draft_vocab import NO_COLUMN
+from entmtp_jax.training.medusa import Batch, build_scores
+from entmtp_jax.types import Array, Float, Int, Params
+
+TOP_KS = (1, 5, 10)
+CHUNK = 1024  # positions per pass
+
+Accuracies = dict[str, list[float] | float]
+
+
+def build_target_ranks(config: MedusaConfig) -> Callable[[Params, Batch, Array], Array]:
+    """``(params, batch, rows) -> [n, K]`` rank of every target among its head's scores, compiled.
+
+    Rank 0 is the head's first candidate; equal scores rank by column, as ``jax.lax.top_k`` does. A target
+    that is not scored has rank X, behind all columns.
+    """
+    scores = build_scores(config)
+
+    @jax.jit
+    def target_ranks(params: Params, batch: Batch, rows: Float[Array, "X D"]) -> Int[Array, "n K"]:
+        ranks = []
+        for logits, target in zip(scores(params, batch.hidden, rows), batch.columns.T, strict=True):
+            column = jnp.maximum(target, 0)[:, None]
+            true = jnp.take_along_axis(logits, column, axis=1)
+            before = (logits > true) | ((logits == true) & (jnp.arange(logits.shape[1]) < column))
+            ranks.append(jnp.where(target >= 0, before.sum(axis=1), logits.shape[1]))
+        return jnp.stack(ranks, axis=1)
+
+    return target_ranks
+
+
+def evaluate(
+    target_ranks: Callable[[Params, Batch, Array], Array],
+    params: Params,
+    hidden: Float[np.ndarray, "n D"],
+    columns: Int[np.ndarray, "n K"],
+    rows: Float[Array, "X D"],
+) -> Accuracies:
+    """Accuracies on held-out positions; a token outside the draft vocabulary counts as wrong.
+
+    Args:
+      target_ranks: from ``build_target_ranks``.
+      params: of ``MedusaBlocks``.
+      hidden: of all held-out positions.
+      columns: their targets.
+      rows: output rows of the scored ids.
+
+    Returns:
+      As ``accuracies``.
+    """
+    count, padding = len(columns), -len(columns) % CHUNK
+    hidden = np.concatenate([hidden, np.zeros((padding, hidden.shape[1]), hidden.dtype)])
+    padded = np.concatenate([columns, np.full((padding, columns.shape[1]), NO_COLUMN, np.int32)])
+    ranks = []
+    for start in range(0, len(padded), CHUNK):
+        chunk = slice(start, start + CHUNK)
+        batch = Batch(jnp.asarray(hidden[chunk]), jnp.asarray(padded[chunk]))
+        ranks.append(np.asarray(target_ranks(params, batch, rows)))
+    return accuracies(np.concatenate(ranks)[:count], columns != NO_COLUMN)
+
+
+def accuracies(ranks: np.ndarray, exists: np.ndarray) -> Accuracies:
+    """Accuracies from the ranks of the targets.
+
+    Example: two positions, two heads, ranks ``[[0, 0], [0, 3]]``, all targets exist: ``top1`` is
+    ``[1.0, 0.5]``, ``top5`` is ``[1.0, 1.0]``, and the chain keeps 2 and 1 drafts, ``greedy_chain`` 1.5.
+
+    Args:
+      ranks: ``[n, K]``.
+      exists: ``[n, K]`` False past the end of a text.
+
+    Returns:
+      ``top1``, ``top5``, ``top10``: per head, the share of the existing targets among the head's first 1, 5,
+      10 candidates; ``greedy_chain``: mean drafts kept of the chain of all heads' first candidates.
+    """
+    present = np.maximum(exists.sum(axis=0), 1)
+    result: Accuracies = {f"top{k}": (((ranks < k) & exists).sum(axis=0) / present).tolist() for k in TOP_KS}
+    kept = np.cumprod((ranks == 0) & exists, axis=1).sum(axis=1)
+    return result | {"greedy_chain": float(kept.mean()) if len(kept) else 0.0}
