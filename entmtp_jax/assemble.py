@@ -4,7 +4,6 @@ This is what scripts and notebooks start from; everything it returns can also be
 """
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -18,7 +17,7 @@ from entmtp_jax.backbone.transformer import Backbone, build_backbone, output_mat
 from entmtp_jax.bank import Bank, find_bank, load_bank
 from entmtp_jax.checkpoints import load_backbone
 from entmtp_jax.checkpoints.fingerprint import fingerprint
-from entmtp_jax.checkpoints.head_files import load_head
+from entmtp_jax.checkpoints.head_files import load_head, read_head_info
 from entmtp_jax.config import BackboneConfig
 from entmtp_jax.device import device_name
 from entmtp_jax.errors import UserError
@@ -116,20 +115,22 @@ def load_model(name: str, *, dtype: str, cache: Path, notify: Notify) -> Model:
     )
 
 
-def load_draft(model: Model, heads: str, bank: str | None, *, notify: Notify) -> Draft:
+def load_draft(model: Model, heads: str, bank: str | Bank | None, *, notify: Notify) -> Draft:
     """Loads the head and the bank that go with a model.
 
     Args:
       model: the backbone.
       heads: ``lookup``, a kind shipped for this model such as ``medusa``, or a head folder.
-      bank: a bank file or name; None takes the shipped bank of this model and head, or a small default.
+      bank: a bank, or its file or name; None takes the shipped bank of this model and head, or a small default.
       notify: warned about heads of other weights.
 
     Raises:
       UserError: head or bank do not exist, are broken or do not fit.
     """
     shipped = assets_folder("trees") / Path(model.name).name / heads / "general.json"
-    if bank is not None:
+    if isinstance(bank, Bank):
+        chosen = bank
+    elif bank is not None:
         chosen = load_bank(find_bank(bank))
     elif shipped.is_file():
         chosen = load_bank(shipped)
@@ -163,8 +164,7 @@ def head_folder(model_name: str, heads: str) -> Path:
 
 
 def _warn_of_other_weights(model: Model, folder: Path, notify: Notify) -> None:
-    trained_on = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("backbone_fingerprint")
-    if trained_on and trained_on != model.fingerprint:
+    if read_head_info(folder).backbone_fingerprint != model.fingerprint:
         notify(f"note: {folder} was trained on other weights than {model.name}; the text is right, acceptance may drop")
 
 

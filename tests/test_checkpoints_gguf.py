@@ -1,5 +1,7 @@
 """GGUF files written block by block, against plain decoders of every quantisation and against Hugging Face folders."""
 
+from typing import Any
+
 import gguf
 import numpy as np
 import pytest
@@ -16,7 +18,7 @@ from entmtp_jax.config import RopeScaling
 from entmtp_jax.errors import UserError
 
 HEADS, KV_HEADS, LAYERS = 4, 2, 2
-SIZES = dict(
+SIZES: dict[str, Any] = dict(
     vocab_size=19,
     hidden_size=32,
     intermediate_size=64,
@@ -306,8 +308,9 @@ def test_linear_scaling_in_both_spellings(file, tmp_path):
 
 def test_llama3_scaling_is_recognised_from_its_divisors(file, tmp_path):
     file.metadata |= {"attention.key_length": 8, "rope.freq_base": 500000.0}
+    long: dict[str, Any] = SIZES | {"max_position_embeddings": 131072}
     theirs = transformers.LlamaConfig(
-        **SIZES | {"max_position_embeddings": 131072},
+        **long,
         rope_parameters={
             "rope_type": "llama3",
             "rope_theta": 500000.0,
@@ -330,6 +333,7 @@ def test_llama3_scaling_is_recognised_from_its_divisors(file, tmp_path):
 
 
 REFUSED = {
+    "no heads": ({"attention.head_count": 0}, "attention.head_count must be positive, got 0"),
     "experts": ({"expert_count": 8}, "mixture of experts"),
     "window": ({"attention.sliding_window": 32}, r"sliding-window attention \(32 tokens\)"),
     "value size": ({"attention.value_length": 16}, "values of another size"),
@@ -338,7 +342,7 @@ REFUSED = {
     "by layer": ({"attention.head_count_kv": [2, 1]}, "attention.head_count_kv differs by layer"),
     "missing": ({"attention.head_count": None}, "llama.attention.head_count is missing"),
     "config of another size": ({"feed_forward_length": 32}, r"ffn_gate.weight has shape \(64, 32\)"),
-    "fewer layers": ({"block_count": 1}, r"tensor blk.1.attn_q.weight \(and 8 more\) has no place"),
+    "fewer layers": ({"block_count": 1}, r"tensor 'blk.1.attn_q.weight' \(and 8 more\) has no place"),
     "more layers": ({"block_count": 3}, "tensor blk.2.attn_norm.weight of shape .* is missing"),
 }
 
@@ -366,7 +370,7 @@ def test_missing_extra_and_transposed_tensors_are_named(file, name, tmp_path):
     with pytest.raises(UserError, match=f"tensor {name} of shape .* is missing"):
         load_backbone(file.write(tmp_path / "missing.gguf"), "float32")
     file.tensors = whole | {"blk.0.attn_q_norm.weight": np.ones(8, np.float32)}
-    with pytest.raises(UserError, match="tensor blk.0.attn_q_norm.weight has no place"):
+    with pytest.raises(UserError, match="tensor 'blk.0.attn_q_norm.weight' has no place"):
         load_backbone(file.write(tmp_path / "extra.gguf"), "float32")
     file.tensors = whole | {"blk.0.ffn_down.weight": np.ones((64, 32), np.float32)}
     with pytest.raises(UserError, match=r"blk.0.ffn_down.weight has shape \(64, 32\), .* asks for \(32, 64\)"):
@@ -380,7 +384,7 @@ def test_a_kind_that_cannot_be_read_is_named(tmp_path):
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    with pytest.raises(UserError, match="tensor x has type IQ3_XXS; readable types: F32"):
+    with pytest.raises(UserError, match="tensor 'x' has type IQ3_XXS; readable types: F32"):
         read_gguf(tmp_path / "model.gguf")
 
 

@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +16,7 @@ from entmtp_jax.checkpoints import load_backbone, load_config, tensors_from_para
 from entmtp_jax.config import BackboneConfig, RopeScaling
 from entmtp_jax.errors import UserError
 
-SIZES = dict(
+SIZES: dict[str, Any] = dict(
     vocab_size=19,
     hidden_size=16,
     intermediate_size=24,
@@ -24,10 +25,11 @@ SIZES = dict(
     num_key_value_heads=2,
     max_position_embeddings=64,
 )
+NO_GROUPS: dict[str, Any] = SIZES | {"num_key_value_heads": 4}
 MODELS = {
     "llama_untied": transformers.LlamaConfig(**SIZES),
     "llama_tied": transformers.LlamaConfig(**SIZES, tie_word_embeddings=True, head_dim=6),
-    "llama_no_groups": transformers.LlamaConfig(**SIZES | {"num_key_value_heads": 4}),
+    "llama_no_groups": transformers.LlamaConfig(**NO_GROUPS),
     "mistral": transformers.MistralConfig(**SIZES, sliding_window=None),
     "qwen2": transformers.Qwen2Config(**SIZES, tie_word_embeddings=True),
 }
@@ -241,7 +243,7 @@ DAMAGE = {
     ),
     "integer tensor": (
         lambda f: edit_tensors(f, lambda t: t.update({"lm_head.weight": np.zeros((19, 16), np.int64)})),
-        "tensor lm_head.weight has dtype I64",
+        "tensor 'lm_head.weight' has dtype I64",
     ),
     "config of another size": (lambda f: edit_config(f, vocab_size=20), r"embed_tokens.weight has shape \(19, 16\)"),
     "truncated": (
@@ -271,7 +273,7 @@ def test_damaged_shard_lists(folder):
     index = folder / "model.safetensors.index.json"
     for content, message in [
         ({"weight_map": {}}, "has no 'weight_map'"),
-        ({"weight_map": {"a": "model-1.safetensors"}}, "names model-1.safetensors, which is missing"),
+        ({"weight_map": {"a": "model-1.safetensors"}}, "names 'model-1.safetensors', which is missing"),
         ({"weight_map": {"a": "../config.json"}}, "no weight file of this folder"),
         ({"weight_map": {"a": "model.safetensors", "b": "copy.safetensors"}}, "is both in copy.safetensors and in"),
     ]:

@@ -1,5 +1,7 @@
 """The map between Hugging Face names and the parameter tree, against plain indexing."""
 
+import dataclasses
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -19,17 +21,18 @@ from entmtp_jax.checkpoints.llama_names import (
 from entmtp_jax.config import BackboneConfig
 from entmtp_jax.errors import UserError
 
+TINY = BackboneConfig(
+    vocab_size=11, hidden_size=8, intermediate_size=6, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=2
+)
+
 
 def make_config(**changes) -> BackboneConfig:
-    sizes = dict(
-        vocab_size=11, hidden_size=8, intermediate_size=6, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=2
-    )
-    return BackboneConfig(**(sizes | changes))
+    return dataclasses.replace(TINY, **changes)
 
 
 def random_tensors(config: BackboneConfig) -> dict[str, np.ndarray]:
     generator = np.random.default_rng(0)
-    return {name: generator.normal(size=shape).astype(np.float32) for name, shape in expected_shapes(config).items()}
+    return {name: generator.normal(size=shape).astype(np.float32) for name, shape in expected_shapes(config)}
 
 
 def source_of(tensors: dict[str, np.ndarray]) -> TensorSource:
@@ -102,7 +105,7 @@ def test_bfloat16_casts_matrices_and_keeps_norms_in_float32():
     assert {scale.dtype for scale in scales} == {np.dtype(np.float32)}
 
 
-@pytest.mark.parametrize("name", sorted(expected_shapes(make_config(qkv_bias=True))))
+@pytest.mark.parametrize("name", sorted(dict(expected_shapes(make_config(qkv_bias=True)))))
 def test_every_missing_and_every_misshapen_tensor_is_named(name):
     config = make_config(qkv_bias=True)
     tensors = random_tensors(config)
@@ -112,6 +115,11 @@ def test_every_missing_and_every_misshapen_tensor_is_named(name):
     wrong = tensors | {name: np.zeros((3, *tensors[name].shape), np.float32)}
     with pytest.raises(UserError, match=rf"tensor {name} has shape \(3, .*config asks for"):
         params_from_tensors(config, source_of(wrong), "float32")
+
+
+def test_an_absurd_number_of_layers_is_refused_at_once():
+    with pytest.raises(UserError, match="model.layers.2.input_layernorm.weight of shape .* is missing"):
+        params_from_tensors(make_config(num_layers=10**12), source_of(random_tensors(make_config())), "float32")
 
 
 def test_a_transposed_matrix_is_refused():
@@ -133,7 +141,7 @@ def test_extra_tensors_are_refused_but_for_the_known_harmless_ones():
     }
     params_from_tensors(config, source_of(tensors | harmless), "float32")
     for extra in ("model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_norm.weight", "score.weight"):
-        with pytest.raises(UserError, match=f"tensor {extra} has no place"):
+        with pytest.raises(UserError, match=f"tensor {extra!r} has no place"):
             params_from_tensors(config, source_of(tensors | {extra: np.zeros(1, np.float32)}), "float32")
     with pytest.raises(UserError, match=f"{UNEMBED} differs from {EMBEDDING}"):
         params_from_tensors(config, source_of(tensors | {UNEMBED: tensors[EMBEDDING] + 1}), "float32")

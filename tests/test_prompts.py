@@ -48,7 +48,7 @@ def test_any_text_survives(tmp_path_factory, texts):
         (b'{"id": true, "prompt": "text"}', "id must be a non-empty text or an integer, got True"),
         (b'{"id": "", "prompt": "text"}', "id must be a non-empty text or an integer"),
         (b'{"id": "b", "prompt": "text", "task": null}', "task must be text, got None"),
-        (b'{"id": "b", "prompt": "\xff"}', "not UTF-8 text (byte 22 of the line)"),
+        (b'{"id": "b", "prompt": "\xff"}', "not UTF-8 text (byte 23 of the line)"),
         (b'{"id": "a", "prompt": "again"}', "id 'a' is that of line 1 too"),
     ],
 )
@@ -66,7 +66,7 @@ def test_ids_are_compared_as_text(tmp_path):
         read_prompts(file)
 
 
-@pytest.mark.parametrize("data", [b"", b"\n", b"\xef\xbb\xbf"])
+@pytest.mark.parametrize("data", [b"", b"  ", b"\xef\xbb\xbf"])
 def test_an_empty_file_holds_no_prompts(tmp_path, data):
     file = tmp_path / "prompts.jsonl"
     file.write_bytes(data)

@@ -1,12 +1,11 @@
 """The C++ kernel for a few rows: numbers, bits, control flow, threads, processes, and machines without a compiler."""
 
-import importlib.util
 import json
 import os
+import runpy
 import subprocess
 import sys
 import threading
-import types
 from pathlib import Path
 
 import jax
@@ -45,13 +44,6 @@ def exact_product(x: jax.Array, w: jax.Array) -> np.ndarray:
 
 def bits(x: jax.Array) -> np.ndarray:
     return np.asarray(x).view(np.uint32)
-
-
-def load_script(name: str) -> types.ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def python(code: str, cache: Path, **environment: str) -> str:
@@ -301,7 +293,7 @@ def test_shapes_that_do_not_fit_are_refused(kernel_cache):
 
 def test_benchmark_prints_its_table_and_one_json_line(kernel_cache, capsys):
     arguments = ["--rows", "1", "2", "--layers", "1", "--repeats", "2", "--cache-dir", str(kernel_cache)]
-    assert load_script("bench_matmul").main(arguments) == 0
+    assert runpy.run_path(str(ROOT / "scripts" / "bench_matmul.py"))["main"](arguments) == 0
     lines = capsys.readouterr().out.splitlines()
     results = json.loads(lines[-1])["results"]
     assert {rows: len(variants) for rows, variants in results.items()} == {"1": 4, "2": 4}

@@ -1,7 +1,8 @@
 """Llama-family decoder as a pure Linen module: the cache is an argument, new keys and values a result."""
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import flax.linen as nn
 import jax
@@ -139,6 +140,15 @@ class Layer(nn.Module):
         return middle + GatedMLP(c, self.linear, name="mlp")(normed), (new, x)
 
 
+@functools.cache
+def _layer_function(config: BackboneConfig, linear: Linear, attend: Attend) -> Callable[..., Any]:
+    """One layer as a jitted function of its variables: traced once, however many layers call it.
+
+    Tracing and lowering every unrolled layer anew would take most of a warm start.
+    """
+    return jax.jit(Layer(config, linear, attend, parent=None).apply)
+
+
 class Transformer(nn.Module):
     """Token embedding, layers and final norm; ``logits`` apart, so that only the rows that need logits pay."""
 
@@ -192,7 +202,11 @@ class Transformer(nn.Module):
             layers, inputs = [], []
             for index, layer in enumerate(self.layer):
                 cached = KVCache(cache.keys[index], cache.values[index])
-                x, (added, entry) = layer(x, cached, rope, self_mask, lengths)
+                if self.is_initializing():
+                    x, (added, entry) = layer(x, cached, rope, self_mask, lengths)
+                else:
+                    apply_layer = _layer_function(c, self.linear, self.attend)
+                    x, (added, entry) = apply_layer(layer.variables, x, cached, rope, self_mask, lengths)
                 layers.append(added)
                 inputs.append(entry)
             new = KVCache(tuple(a.keys for a in layers), tuple(a.values for a in layers))

@@ -75,11 +75,12 @@ def build_byte_level_bpe(
         )
     rule = known[pre_tokenizer]
     vocabulary = {token: index for index, token in enumerate(tokens)}
+    pairs: list[tuple[str, str]] = []
     for merge in merges:
         first, _, second = merge.partition(" ")
+        pairs.append((first, second))
         if not {first, second, first + second} <= vocabulary.keys():
             raise UserError(f"{where}: merge {merge!r} uses tokens that are not in the vocabulary")
-    pairs = [tuple(merge.split(" ", 1)) for merge in merges]
     tokenizer = Tokenizer(models.BPE(vocabulary, pairs, ignore_merges=rule.ignore_merges))
     if rule.normalise:
         tokenizer.normalizer = normalizers.NFC()

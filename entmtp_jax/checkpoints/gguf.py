@@ -90,24 +90,24 @@ def config_from_gguf(file: GGUFFile) -> BackboneConfig:
             f"{file.path}: architecture {architecture!r} is not supported; supported: {', '.join(ARCHITECTURES)}"
         )
     keys = _Keys(file, f"{architecture}.")
-    heads = keys.integer("attention.head_count")
-    hidden = keys.integer("embedding_length")
-    head_dim = keys.integer("attention.key_length", hidden // heads)
+    heads = keys.count("attention.head_count")
+    hidden = keys.count("embedding_length")
+    head_dim = keys.count("attention.key_length", hidden // heads)
     _refuse_other_maths(keys, head_dim)
     embedding = file.tensors.get("token_embd.weight")
     config = BackboneConfig(
-        vocab_size=embedding.shape[0] if embedding else keys.integer("vocab_size"),
+        vocab_size=embedding.shape[0] if embedding else keys.count("vocab_size"),
         hidden_size=hidden,
-        intermediate_size=keys.integer("feed_forward_length"),
-        num_layers=keys.integer("block_count"),
+        intermediate_size=keys.count("feed_forward_length"),
+        num_layers=keys.count("block_count"),
         num_heads=heads,
-        num_kv_heads=keys.integer("attention.head_count_kv", heads),
+        num_kv_heads=keys.count("attention.head_count_kv", heads),
         head_dim=head_dim,
         rope_theta=keys.number("rope.freq_base", 10000.0),
         norm_eps=keys.number("attention.layer_norm_rms_epsilon"),
         qkv_bias="blk.0.attn_q.bias" in file.tensors,
         tie_embeddings="output.weight" not in file.tensors,
-        max_positions=keys.integer("context_length"),
+        max_positions=keys.count("context_length"),
         bos_id=_token(file, "bos"),
         eos_ids=tuple(dict.fromkeys(t for t in (_token(file, "eos"), _token(file, "eot")) if t is not None)),
     )
@@ -134,6 +134,12 @@ class _Keys:
 
     def integer(self, key: str, default: int | None = None) -> int:
         return int(self.number(key, default))
+
+    def count(self, key: str, default: int | None = None) -> int:
+        value = self.integer(key, default)
+        if value < 1:
+            raise UserError(f"{self.file.path}: metadata {self.prefix}{key} must be positive, got {value}")
+        return value
 
 
 def _token(file: GGUFFile, name: str) -> int | None:

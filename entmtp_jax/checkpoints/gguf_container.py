@@ -24,6 +24,7 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 STRING, ARRAY = 8, 9
 SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+KINDS = {member.value: member.name for member in GGMLQuantizationType}
 READABLE = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q4_K", "Q5_K", "Q6_K")
 
 Value: TypeAlias = "int | float | bool | str | list[Value]"
@@ -175,14 +176,13 @@ def _read_places(cursor: _Cursor, num_tensors: int, alignment: Value) -> dict[st
 
 def _kind_and_size(path: Path, name: str, shape: tuple[int, ...], kind: int) -> tuple[str, int]:
     """Quantisation type by name, and bytes of the tensor: rows of whole blocks."""
-    known = {member.value: member.name for member in GGMLQuantizationType}
-    kind_name = known.get(kind, str(kind))
+    kind_name = KINDS.get(kind, str(kind))
     if kind_name not in READABLE:
-        raise UserError(f"{path}: tensor {name} has type {kind_name}; readable types: {', '.join(READABLE)}")
+        raise UserError(f"{path}: tensor {name!r} has type {kind_name}; readable types: {', '.join(READABLE)}")
     block, block_bytes = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
     size = math.prod(shape)
     if not shape or shape[-1] % block:
-        raise UserError(f"{path}: tensor {name} of shape {shape} is not made of whole {kind_name} blocks of {block}")
+        raise UserError(f"{path}: tensor {name!r} of shape {shape} is not made of whole {kind_name} blocks of {block}")
     return kind_name, size // block * block_bytes
 
 
@@ -207,4 +207,5 @@ def read_tensor(file: GGUFFile, name: str) -> np.ndarray:
     # Blocks are independent, so rows may be joined; ``dequantize`` works on 16 rows at a time, and rows
     # of about 4,096 values keep its temporaries in the cache without paying its overhead per row.
     blocks_per_row = math.gcd(packed.num_bytes // block_bytes, max(1, 4096 // block))
-    return dequantize(data.reshape(-1, blocks_per_row * block_bytes), kind).reshape(packed.shape)
+    with np.errstate(all="ignore"):  # a damaged file may hold scales that are not finite
+        return dequantize(data.reshape(-1, blocks_per_row * block_bytes), kind).reshape(packed.shape)

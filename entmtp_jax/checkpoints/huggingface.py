@@ -52,7 +52,7 @@ def _source(folder: Path) -> TensorSource:
         shard = _open_safetensors(path) if path.suffix == ".safetensors" else _open_torch(path)
         for name in shard.shapes:
             if name in shard_of:
-                raise UserError(f"{folder}: tensor {name} is both in {shard_of[name].path.name} and in {path.name}")
+                raise UserError(f"{folder}: tensor {name!r} is both in {shard_of[name].path.name} and in {path.name}")
             shard_of[name] = shard
     shapes = {name: shard.shapes[name] for name, shard in shard_of.items()}
     return TensorSource(str(folder), shapes, lambda name: shard_of[name].read(name))
@@ -84,7 +84,7 @@ def _indexed_files(index: Path) -> list[Path]:
         if path.parent != index.parent or path.suffix not in (".safetensors", ".bin"):
             raise UserError(f"{index} names {path.name!r}, which is no weight file of this folder")
         if not path.is_file():
-            raise UserError(f"{index} names {path.name}, which is missing; fetch it too")
+            raise UserError(f"{index} names {path.name!r}, which is missing; fetch it too")
     return paths
 
 
@@ -97,7 +97,7 @@ def _open_safetensors(path: Path) -> Shard:
     for name in file.keys():  # noqa: SIM118  a safetensors file is no mapping
         entry = file.get_slice(name)
         if entry.get_dtype() not in FLOATS:
-            raise UserError(f"{path}: tensor {name} has dtype {entry.get_dtype()}; readable: {', '.join(FLOATS)}")
+            raise UserError(f"{path}: tensor {name!r} has dtype {entry.get_dtype()}; readable: {', '.join(FLOATS)}")
         shapes[name] = tuple(entry.get_shape())
     return Shard(path, shapes, file.get_tensor)
 
@@ -106,6 +106,6 @@ def _open_torch(path: Path) -> Shard:
     file = read_torch_file(path)
     for name, tensor in file.tensors.items():
         if tensor.storage.dtype.kind == "i":
-            raise UserError(f"{path}: tensor {name} holds integers; a float type is expected")
+            raise UserError(f"{path}: tensor {name!r} holds integers; a float type is expected")
     shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
     return Shard(path, shapes, lambda name: read_torch_tensor(file, name))

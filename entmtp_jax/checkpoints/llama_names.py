@@ -21,7 +21,7 @@ Loaders of other formats translate their own names to the left column and use th
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 import ml_dtypes
@@ -80,15 +80,16 @@ def layer_shapes(config: BackboneConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def expected_shapes(config: BackboneConfig) -> dict[str, tuple[int, ...]]:
-    """Shape of every tensor a checkpoint of this config must hold, by Hugging Face name."""
-    shapes: dict[str, tuple[int, ...]] = {EMBEDDING: (config.vocab_size, config.hidden_size)}
+def expected_shapes(config: BackboneConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Hugging Face name and shape of every tensor that a checkpoint of this config must hold."""
+    yield EMBEDDING, (config.vocab_size, config.hidden_size)
+    of_a_layer = layer_shapes(config)
     for layer in range(config.num_layers):
-        shapes |= {layer_name(layer, part): shape for part, shape in layer_shapes(config).items()}
-    shapes[FINAL_NORM] = (config.hidden_size,)
+        for part, shape in of_a_layer.items():
+            yield layer_name(layer, part), shape
+    yield FINAL_NORM, (config.hidden_size,)
     if not config.tie_embeddings:
-        shapes[UNEMBED] = (config.vocab_size, config.hidden_size)
-    return shapes
+        yield UNEMBED, (config.vocab_size, config.hidden_size)
 
 
 def group_qkv(config: BackboneConfig, q: np.ndarray, k: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -126,21 +127,22 @@ def check_account(config: BackboneConfig, source: TensorSource) -> None:
     Raises:
       UserError: names the tensor, and the shapes where they differ.
     """
-    expected = expected_shapes(config)
-    for name, shape in expected.items():
+    expected: set[str] = set()
+    for name, shape in expected_shapes(config):  # a damaged config may promise billions of layers: stop at the first
         if name not in source.shapes:
             raise UserError(f"{source.where}: tensor {source.name_there(name)} of shape {shape} is missing")
         actual = tuple(source.shapes[name])
         if actual != shape:
             there = source.name_there(name)
             raise UserError(f"{source.where}: tensor {there} has shape {actual}, but the config asks for {shape}")
+        expected.add(name)
     extra = [name for name in source.shapes if name not in expected and not HARMLESS.fullmatch(name)]
     if config.tie_embeddings and UNEMBED in extra:
         extra.remove(UNEMBED)
         _check_tied(source)
     if extra:
         more = f" (and {len(extra) - 1} more)" if len(extra) > 1 else ""
-        raise UserError(f"{source.where}: tensor {source.name_there(extra[0])}{more} has no place in this model")
+        raise UserError(f"{source.where}: tensor {source.name_there(extra[0])!r}{more} has no place in this model")
 
 
 def _check_tied(source: TensorSource) -> None:

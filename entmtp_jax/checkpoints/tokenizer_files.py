@@ -75,6 +75,8 @@ def _from_gguf(file: GGUFFile) -> TokenizerParts:
 def _gguf_tokenizer(file: GGUFFile, tokens: list[str]) -> Tokenizer:
     kind = file.metadata.get("tokenizer.ggml.model")
     types = _typed_list(file, "token_type", int)
+    if len(types) != len(tokens):
+        raise UserError(f"{file.path}: {len(tokens)} tokens, but {len(types)} token types; the file is damaged")
     if kind == "gpt2":
         pre_tokenizer = str(file.metadata.get("tokenizer.ggml.pre", "default"))
         return build_byte_level_bpe(tokens, _typed_list(file, "merges", str), types, pre_tokenizer, str(file.path))

@@ -89,8 +89,9 @@ class _TensorUnpickler(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ALLOWED:
+            asked = f"{module}.{name}"
             raise UserError(
-                f"{self.path} asks for {module}.{name} when it is loaded, which a file of tensors does not need; "
+                f"{self.path} asks for {asked!r} when it is loaded, which a file of tensors does not need; "
                 "it was not executed. Use a safetensors version of this checkpoint"
             )
         return ALLOWED[module, name]
@@ -171,7 +172,7 @@ def _check_bounds(path: Path, name: str, tensor: StoredTensor) -> None:
         and all(isinstance(value, int) and value >= 0 for value in integers)
     )
     if not sane or (0 not in tensor.shape and _end(tensor) > tensor.storage.num_elements):
-        raise UserError(f"{path} is damaged: tensor {name} reaches outside its storage")
+        raise UserError(f"{path} is damaged: tensor {name!r} reaches outside its storage")
 
 
 def _end(tensor: StoredTensor) -> int:
@@ -206,8 +207,8 @@ def read_torch_tensor(file: TorchFile, name: str) -> np.ndarray:
             data.seek(start * size)
             values = np.frombuffer(data.read((end - start) * size), storage.dtype)
     except (OSError, zipfile.BadZipFile, *DAMAGED) as error:
-        raise UserError(f"{file.path} is damaged: tensor {name} cannot be read ({error}); fetch it again") from None
+        raise UserError(f"{file.path} is damaged: tensor {name!r} cannot be read ({error}); fetch it again") from None
     if len(values) < end - start:
-        raise UserError(f"{file.path} is damaged: tensor {name} is shorter than its shape; fetch it again")
+        raise UserError(f"{file.path} is damaged: tensor {name!r} is shorter than its shape; fetch it again")
     strides = tuple(stride * size for stride in tensor.strides)
     return np.lib.stride_tricks.as_strided(values, tensor.shape, strides, writeable=False)

@@ -68,7 +68,7 @@ class MedusaBlocks(nn.Module):
 
     def __call__(
         self, normed: Float[Array, "*any D"], shared_output: Float[Array, "X D"], depth: int
-    ) -> list[Float[Array, "*any X"]]:
+    ) -> list[Float[Array, "*any scored"]]:
         """Logits of heads ``0 .. depth - 1`` over the scored ids.
 
         Args:

@@ -80,7 +80,7 @@ inline float SumLanes(const Vector& v) {
   return lanes[0];
 }
 
-// Walks the cache lines that later work will read, a little at every step of k, so that memory and arithmetic overlap.
+// Bytes that later work will read: fetched a little at every step of k, so that memory and arithmetic overlap.
 struct Prefetch {
   const char* p;
   Size bytes_per_k;
@@ -102,12 +102,9 @@ void Tile(const float* x, const W* w, float* y, Size depth, Size num_out, Prefet
       for (int t = 0; t < kRows; t++) acc[o][t] += ws * xs[t];
     }
   }
-  if (k < depth) {
-    for (int o = 0; o < kOuts; o++) {
-      for (int t = 0; t < kRows; t++) {
-        acc[o][t] += LoadPart(w + o * depth + k, depth - k) * LoadPart(x + t * depth + k, depth - k);
-      }
-    }
+  const Size rest = depth - k;
+  for (int o = 0; rest > 0 && o < kOuts; o++) {
+    for (int t = 0; t < kRows; t++) acc[o][t] += LoadPart(w + o * depth + k, rest) * LoadPart(x + t * depth + k, rest);
   }
   for (int t = 0; t < kRows; t++) {
     for (int o = 0; o < kOuts; o++) y[t * num_out + o] = SumLanes(acc[o][t]);

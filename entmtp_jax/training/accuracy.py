@@ -1,6 +1,7 @@
 """How good heads are on held-out positions: where the true token stands among each head's candidates."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +12,31 @@ from entmtp_jax.training.draft_vocab import NO_COLUMN
 from entmtp_jax.training.medusa import Batch, build_scores
 from entmtp_jax.types import Array, Float, Int, Params
 
-TOP_KS = (1, 5, 10)
 CHUNK = 1024  # positions per pass
+NOT_RANKED = np.iinfo(np.int32).max  # behind every candidate, however few ids are scored
 
-Accuracies = dict[str, list[float] | float]
+
+class Accuracies(NamedTuple):
+    """How good heads are.
+
+    Attributes:
+      top1: per head, the share of the existing targets that are the head's first candidate.
+      top5: among its first five.
+      top10: among its first ten.
+      greedy_chain: mean drafts kept of the chain of all heads' first candidates.
+    """
+
+    top1: list[float]
+    top5: list[float]
+    top10: list[float]
+    greedy_chain: float
 
 
 def build_target_ranks(config: MedusaConfig) -> Callable[[Params, Batch, Array], Array]:
     """``(params, batch, rows) -> [n, K]`` rank of every target among its head's scores, compiled.
 
     Rank 0 is the head's first candidate; equal scores rank by column, as ``jax.lax.top_k`` does. A target
-    that is not scored has rank X, behind all columns.
+    that is not scored has rank ``NOT_RANKED``.
     """
     scores = build_scores(config)
 
@@ -32,7 +47,7 @@ def build_target_ranks(config: MedusaConfig) -> Callable[[Params, Batch, Array],
             column = jnp.maximum(target, 0)[:, None]
             true = jnp.take_along_axis(logits, column, axis=1)
             before = (logits > true) | ((logits == true) & (jnp.arange(logits.shape[1]) < column))
-            ranks.append(jnp.where(target >= 0, before.sum(axis=1), logits.shape[1]))
+            ranks.append(jnp.where(target >= 0, before.sum(axis=1), NOT_RANKED))
         return jnp.stack(ranks, axis=1)
 
     return target_ranks
@@ -53,9 +68,6 @@ def evaluate(
       hidden: of all held-out positions.
       columns: their targets.
       rows: output rows of the scored ids.
-
-    Returns:
-      As ``accuracies``.
     """
     count, padding = len(columns), -len(columns) % CHUNK
     hidden = np.concatenate([hidden, np.zeros((padding, hidden.shape[1]), hidden.dtype)])
@@ -71,18 +83,14 @@ def evaluate(
 def accuracies(ranks: np.ndarray, exists: np.ndarray) -> Accuracies:
     """Accuracies from the ranks of the targets.
 
-    Example: two positions, two heads, ranks ``[[0, 0], [0, 3]]``, all targets exist: ``top1`` is
-    ``[1.0, 0.5]``, ``top5`` is ``[1.0, 1.0]``, and the chain keeps 2 and 1 drafts, ``greedy_chain`` 1.5.
+    Example: two positions, two heads, ranks ``[[0, 0], [0, 3]]``, all targets exist: top-1 is ``[1.0, 0.5]``,
+    top-5 ``[1.0, 1.0]``, and the greedy chain keeps 2 and 1 drafts, 1.5 on average.
 
     Args:
       ranks: ``[n, K]``.
       exists: ``[n, K]`` False past the end of a text.
-
-    Returns:
-      ``top1``, ``top5``, ``top10``: per head, the share of the existing targets among the head's first 1, 5,
-      10 candidates; ``greedy_chain``: mean drafts kept of the chain of all heads' first candidates.
     """
     present = np.maximum(exists.sum(axis=0), 1)
-    result: Accuracies = {f"top{k}": (((ranks < k) & exists).sum(axis=0) / present).tolist() for k in TOP_KS}
+    top1, top5, top10 = ((((ranks < k) & exists).sum(axis=0) / present).tolist() for k in (1, 5, 10))
     kept = np.cumprod((ranks == 0) & exists, axis=1).sum(axis=1)
-    return result | {"greedy_chain": float(kept.mean()) if len(kept) else 0.0}
+    return Accuracies(top1, top5, top10, greedy_chain=float(kept.mean()) if len(kept) else 0.0)

@@ -6,8 +6,6 @@ A set of records is one ``.npz`` file or a folder of them (shards, read in name 
 Files are read without executing pickled objects.
 """
 
-import zipfile
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from entmtp_jax.errors import UserError
+from entmtp_jax.training.npz_files import read_npz, write_npz
 
 REQUIRED = ("tokens", "offsets", "prompt_length")
 
@@ -95,11 +94,8 @@ def save_records(path: Path, records: Records, *, ids: Sequence[str] = ()) -> No
       records: token sequences.
       ids: of the prompts, one per record, or none.
     """
-    temporary = path.with_name(path.name + ".partial")
     arrays = records._asdict() | ({"ids": np.asarray(ids, np.str_)} if ids else {})
-    with open(temporary, "wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)
-    temporary.replace(path)
+    write_npz(path, arrays, compress=True)
 
 
 def read_ids(path: Path) -> list[str]:
@@ -108,26 +104,12 @@ def read_ids(path: Path) -> list[str]:
     Raises:
       UserError: the shard is broken.
     """
-    arrays = _load_arrays(path)
+    arrays = read_npz(path)
     return arrays["ids"].tolist() if "ids" in arrays else []
 
 
-def _load_arrays(path: Path) -> dict[str, np.ndarray]:
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return {name: arrays[name] for name in arrays.files}
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file or folder; give a shard or a folder of shards") from None
-    except (OSError, ValueError, AttributeError, zipfile.BadZipFile, zlib.error) as error:
-        # A lone array has no ``files``; whatever is no archive at all fails in one of the other ways.
-        raise UserError(f"{path}: not a readable .npz shard ({error}); write it again") from None
-
-
 def _load_file(path: Path) -> Records:
-    arrays = _load_arrays(path)
-    missing = [name for name in REQUIRED if name not in arrays]
-    if missing:
-        raise UserError(f"{path}: lacks the array {missing[0]!r}; a shard holds {', '.join(REQUIRED)}")
+    arrays = read_npz(path, REQUIRED)
     records = Records(
         tokens=arrays["tokens"].astype(np.int32),
         offsets=arrays["offsets"].astype(np.int64),

@@ -5,7 +5,6 @@ the backbone runs once over the data, not once per epoch. Blocks of batches are 
 files; a killed run goes on at the first missing block.
 """
 
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -20,6 +19,7 @@ from entmtp_jax.backbone.cache import init_cache
 from entmtp_jax.backbone.transformer import Backbone
 from entmtp_jax.errors import UserError
 from entmtp_jax.training.data import Records
+from entmtp_jax.training.npz_files import read_npz, write_npz
 from entmtp_jax.training.settings import check_settings
 from entmtp_jax.types import Array, Float, Int, Params
 
@@ -117,7 +117,7 @@ def load_features(folder: Path, max_blocks: int | None = None) -> Features:
     files = sorted(folder.glob("block_*.npz"))[:max_blocks]
     if not files:
         raise UserError(f"{folder}: no feature blocks here; run scripts/train.py again to make them")
-    starts = np.cumsum([0] + [len(_load_field(file, "record")) for file in files])
+    starts = np.cumsum([0] + [len(read_npz(file, ["record"])["record"]) for file in files])
     first = _load_block(files[0])
     features = Features(*(np.empty((starts[-1], *field.shape[1:]), field.dtype) for field in first))
     for file, start, end in zip(files, starts[:-1], starts[1:], strict=True):
@@ -146,9 +146,7 @@ def _examples(hidden: np.ndarray, records: Records, batch: np.ndarray, num_heads
         positions = np.arange(max(start, 0), max(length - 2, 0))
         padded = np.concatenate([records.record(index), np.full(num_heads, NO_TARGET, np.int32)])
         targets = padded[positions[:, None] + 2 + np.arange(num_heads)]
-        yield Features(
-            hidden=hidden[row, positions], targets=targets, record=np.full(len(positions), index, np.int32)
-        )
+        yield Features(hidden=hidden[row, positions], targets=targets, record=np.full(len(positions), index, np.int32))
 
 
 def _block_file(folder: Path, index: int) -> Path:
@@ -156,24 +154,10 @@ def _block_file(folder: Path, index: int) -> Path:
 
 
 def _save_block(file: Path, features: Features) -> None:
-    temporary = file.with_name(file.name + ".partial")
-    with open(temporary, "wb") as handle:
-        # bfloat16 is not a NumPy type on disk; its bits are.
-        np.savez(handle, hidden=features.hidden.view(np.uint16), targets=features.targets, record=features.record)
-    temporary.replace(file)
+    # bfloat16 is not a NumPy type on disk; its bits are.
+    write_npz(file, features._asdict() | {"hidden": features.hidden.view(np.uint16)}, compress=False)
 
 
 def _load_block(file: Path) -> Features:
-    return Features(
-        hidden=_load_field(file, "hidden").view(ml_dtypes.bfloat16),
-        targets=_load_field(file, "targets"),
-        record=_load_field(file, "record"),
-    )
-
-
-def _load_field(file: Path, name: str) -> np.ndarray:
-    try:
-        with np.load(file, allow_pickle=False) as block:
-            return block[name]
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
-        raise UserError(f"{file}: damaged block ({error}); remove it to have it made again") from None
+    arrays = read_npz(file, Features._fields)
+    return Features(**arrays | {"hidden": arrays["hidden"].view(ml_dtypes.bfloat16)})

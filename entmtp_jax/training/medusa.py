@@ -56,9 +56,7 @@ def build_scores(config: MedusaConfig) -> Callable[[Params, Array, Array], list[
     return scores
 
 
-def weighted_mean(
-    nll: Float[Array, "n K"], valid: Bool[Array, "n K"]
-) -> tuple[Float[Array, ""], Float[Array, " K"]]:
+def weighted_mean(nll: Float[Array, "n K"], valid: Bool[Array, "n K"]) -> tuple[Float[Array, ""], Float[Array, " K"]]:
     """Medusa's loss ``sum_k 0.8^k mean_t nll[t, k]`` (section 2.2.1; k from 0) over the valid targets.
 
     Example: nll ``[[1, 2], [3, 9]]``, all valid but the 9: means ``[2, 2]``, loss 2 + 0.8 * 2 = 3.6.
@@ -157,7 +155,8 @@ def build_train_step(
         (loss, per_head), gradient = gradient_of(state.params, batch, rows, sampled)
         updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
         params = optax.apply_updates(state.params, updates)
-        measures = {"loss": loss, "loss_by_head": per_head, "gradient_norm": optax.global_norm(gradient)}
+        squares = sum(jnp.vdot(leaf, leaf) for leaf in jax.tree.leaves(gradient))
+        measures = {"loss": loss, "loss_by_head": per_head, "gradient_norm": jnp.sqrt(squares)}
         return TrainState(state.step + 1, params, optimizer_state), measures
 
     return jax.jit(step, donate_argnums=0)

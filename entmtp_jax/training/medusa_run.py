@@ -105,7 +105,7 @@ def train_medusa(
         training.loop,
         folder=folder,
         update=update,
-        evaluate=lambda params: measure(params, interim),
+        evaluate=lambda params: measure(params, interim)._asdict(),
         report=report,
     )
     rounded = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state.params)

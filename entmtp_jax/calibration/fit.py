@@ -1,0 +1,73 @@
+"""Chooses the thresholds of an entropy ladder: most expected tokens per second on this device."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from entmtp_jax.bank import Bank
+from entmtp_jax.calibration.replay import Replay, Trace, accepted_lengths, replay_ladder
+from entmtp_jax.scheduler import MAX_BINS
+
+QUANTILES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9)  # of the entropies, where an edge may lie
+
+
+class Ladder(NamedTuple):
+    """A fitted ladder.
+
+    Attributes:
+      edges_nats: ascending.
+      topology_by_bin: names, one more than edges.
+      tokens_per_s: expected by replay and measured costs.
+      tokens_per_step: likewise.
+    """
+
+    edges_nats: tuple[float, ...]
+    topology_by_bin: tuple[str, ...]
+    tokens_per_s: float
+    tokens_per_step: float
+
+
+def fit_ladder(trace: Trace, bank: Bank, step_ms: Mapping[str, float], *, decay: float, max_edges: int = 2) -> Ladder:
+    """The best ladder of up to ``max_edges`` edges at quantiles of the trace's entropies.
+
+    Args:
+      trace: of held-out text.
+      bank: its topologies.
+      step_ms: measured cost of a step of each topology, by name.
+      decay: of the entropy average.
+      max_edges: more edges are tried only as long as they help.
+    """
+    lengths = np.stack([accepted_lengths(trace, topology) for topology in bank.topologies])
+    costs = np.asarray([step_ms[topology.name] for topology in bank.topologies])
+    grid = sorted({round(float(q), 4) for q in np.quantile(trace.entropy_nats, QUANTILES)})
+    best = Ladder((), (), 0.0, 0.0)
+    for count in range(min(max_edges, MAX_BINS - 1) + 1):
+        for edges in itertools.combinations(grid, count):
+            bins = _best_by_bin(trace, lengths, costs, edges)
+            candidate = _ladder(replay_ladder(trace, lengths, edges, bins, decay), costs, edges, bins, bank)
+            best = max(best, candidate, key=lambda ladder: ladder.tokens_per_s)
+    return best
+
+
+def _best_by_bin(trace: Trace, lengths: np.ndarray, costs: np.ndarray, edges: Sequence[float]) -> list[int]:
+    """For every bin of the momentary entropy the topology with the best rate.
+
+    The rate is not tokens over cost of the bin alone: what counts is the gain over the overall rate, so
+    each bin takes the topology with the largest ``tokens - rate * cost`` at the best fixed topology's rate.
+    """
+    rate = ((lengths.mean(axis=1) + 1) / costs).max()
+    bins = np.searchsorted(edges, trace.entropy_nats, side="right")
+    chosen = []
+    for index in range(len(edges) + 1):
+        here = lengths[:, bins == index]
+        gain = (here.mean(axis=1) if here.size else lengths.mean(axis=1)) + 1 - rate * costs
+        chosen.append(int(np.argmax(gain)))
+    return chosen
+
+
+def _ladder(replay: Replay, costs: np.ndarray, edges: Sequence[float], bins: Sequence[int], bank: Bank) -> Ladder:
+    names = tuple(bank.topologies[index].name for index in bins)
+    seconds = float(replay.steps @ costs) / 1e3
+    return Ladder(tuple(edges), names, replay.tokens / seconds, replay.tokens / int(replay.steps.sum()))

@@ -1,0 +1,9 @@
+"""Fits a bank and its thresholds; ``python scripts/calibrate.py --help`` lists the flags."""
+
+import sys
+
+from entmtp_jax.cli import run_main
+from entmtp_jax.commands.calibrate import main
+
+if __name__ == "__main__":
+    sys.exit(run_main(main))

@@ -1,0 +1,398 @@
+"""Training on the tiny model: from records to stored features to heads, killed and resumed, and by the script."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from entmtp_jax.backbone.precision import linear_highest
+from entmtp_jax.backbone.transformer import output_matrix
+from entmtp_jax.checkpoints.head_files import load_head
+from entmtp_jax.errors import UserError
+from entmtp_jax.heads.interface import Shared
+from entmtp_jax.heads.medusa import MedusaConfig
+from entmtp_jax.testing.reference import reference_logits
+from entmtp_jax.testing.tiny import TINY_CONFIG, tiny_backbone
+from entmtp_jax.training.accuracy import build_target_ranks, evaluate
+from entmtp_jax.training.data import from_sequences, load_records, save_records
+from entmtp_jax.training.draft_vocab import NO_COLUMN
+from entmtp_jax.training.examples import choose_draft_vocab, held_out_records, make_examples
+from entmtp_jax.training.features import NO_TARGET, extract_features, load_features
+from entmtp_jax.training.loop import LoopConfig, trim_log
+from entmtp_jax.training.medusa_run import MedusaTraining, sampled_columns, train_medusa
+from scripts import train as script
+from tests.model_folder import write_tiny_model
+
+CYCLE = [11, 3, 42, 7, 25, 58, 19, 33, 50]  # every token tells the next ones, so heads can be always right
+HEADS = 3
+
+
+def cyclic_records(count=80, seed=0):
+    """Texts that walk round the cycle; prompts of 1 to 3 tokens, answers of 5 to 12."""
+    rng = np.random.default_rng(seed)
+    texts, prompts = [], []
+    for _ in range(count):
+        start, length = int(rng.integers(len(CYCLE))), int(rng.integers(5, 13))
+        prompts.append(int(rng.integers(1, 4)))
+        texts.append([CYCLE[(start + i) % len(CYCLE)] for i in range(prompts[-1] + length)])
+    return from_sequences(texts, prompts)
+
+
+def store(folder, records, **options):
+    backbone, params = tiny_backbone()
+    options = {"num_heads": HEADS, "seed": 0, "fingerprint": "tiny", "progress": lambda *_: None} | options
+    extract_features(backbone, params, records, folder, **options)
+    return load_features(folder)
+
+
+@pytest.fixture(scope="module")
+def stored(tmp_path_factory):
+    records = cyclic_records()
+    return records, store(tmp_path_factory.mktemp("features"), records)
+
+
+def problem(stored, size=None):
+    """Examples and output rows; all ids that occur, or fewer."""
+    records, features = stored
+    held = held_out_records(records, every=4)
+    vocab = choose_draft_vocab(records, held, vocab_size=61, eos_ids=(60,), size=size or 10, coverage=None)
+    _, params = tiny_backbone()
+    examples = make_examples(features, held, vocab, num_heads=HEADS)
+    return examples, jnp.asarray(output_matrix(params))[vocab.ids]
+
+
+def training(steps=12, **options):
+    shape = MedusaConfig(32, 61, num_heads=HEADS, draft_vocab_size=10)
+    loop = LoopConfig(steps=steps, log_every=2, eval_every=5, checkpoint_every=4)
+    return MedusaTraining(shape=shape, loop=loop, batch=32, learning_rate=1e-2, **options)
+
+
+def run(folder, stored, settings, report=lambda line: None):
+    examples, rows = problem(stored)
+    return train_medusa(settings, examples, rows, folder=folder, data="tiny", report=report)
+
+
+def test_features_are_the_response_positions(stored):
+    records, features = stored
+    seen = 0
+    for index in range(records.num_records):
+        text, prompt = records.record(index), int(records.prompt_length[index])
+        mine = features.targets[features.record == index]
+        # From the position whose own next token begins the response to the last that still has a target.
+        expected = [
+            [text[t + 2 + k] if t + 2 + k < len(text) else NO_TARGET for k in range(HEADS)]
+            for t in range(prompt - 1, len(text) - 2)
+        ]
+        assert mine.tolist() == expected
+        seen += len(expected)
+    assert seen == len(features.record)
+
+
+def test_hidden_states_are_those_of_the_backbone(stored):
+    records, features = stored
+    _, params = tiny_backbone()
+    output = np.asarray(output_matrix(params), np.float32)
+    for index in (0, 5):
+        text, prompt = records.record(index), int(records.prompt_length[index])
+        expected = reference_logits(TINY_CONFIG, params, text)[prompt - 1 : len(text) - 2]
+        got = features.hidden[features.record == index].astype(np.float32) @ output.T
+        np.testing.assert_allclose(got, expected, atol=0.02 * np.abs(expected).max())  # stored as bfloat16
+
+
+def test_feature_blocks_are_kept_and_belong_to_one_set(tmp_path, stored, monkeypatch):
+    records, whole = stored
+    monkeypatch.setattr("entmtp_jax.training.features.BATCHES_PER_BLOCK", 1)
+    monkeypatch.setattr("entmtp_jax.training.features.BATCH_TOKENS", 1024)
+    part = store(tmp_path, records, max_blocks=2)
+    files = sorted(tmp_path.glob("block_*.npz"))
+    before = [file.read_bytes() for file in files]
+    assert len(files) == 2 and len(part.record) < len(whole.record)
+    again = store(tmp_path, records)
+    assert [file.read_bytes() for file in files] == before
+    assert sorted(again.record.tolist()) == sorted(whole.record.tolist())
+    assert len(load_features(tmp_path, 2).record) == len(part.record)
+    with pytest.raises(UserError, match="was begun with fingerprint tiny, not other"):
+        store(tmp_path, records, fingerprint="other")
+    files[1].write_bytes(before[1][:-50])
+    with pytest.raises(UserError, match="block_00001.npz: damaged or no .npz archive"):
+        load_features(tmp_path)
+
+
+def test_no_features_and_too_few_targets_are_explained(tmp_path, stored):
+    with pytest.raises(UserError, match="no feature blocks here"):
+        load_features(tmp_path)
+    records, features = stored
+    held = held_out_records(records, every=4)
+    vocab = choose_draft_vocab(records, held, vocab_size=61, eos_ids=(), size=5, coverage=None)
+    with pytest.raises(UserError, match="hold 3 targets a position, 4 are needed"):
+        make_examples(features, held, vocab, num_heads=4)
+
+
+def test_answers_to_one_prompt_stay_together():
+    texts = [[prompt, prompt + 1, answer] for prompt in range(40) for answer in range(3)]
+    held = held_out_records(from_sequences(texts, [2] * len(texts)), every=4)
+    assert all(len(set(group)) == 1 for group in held.reshape(40, 3).tolist())
+    assert 0.1 < held.mean() < 0.5
+    with pytest.raises(UserError, match="too few to hold out"):
+        held_out_records(from_sequences([[1, 2]], [1]))
+
+
+def test_draft_vocabulary_counts_training_responses_only():
+    records = from_sequences([[9, 1, 1, 2], [9, 3, 3, 3, 3], [9, 2, 4]], [1, 1, 1])
+    held = np.asarray([False, True, False])
+    options = {"vocab_size": 10, "eos_ids": (8,), "coverage": None}
+    assert choose_draft_vocab(records, held, size=4, **options).ids.tolist() == [8, 1, 2, 4]
+    whole = choose_draft_vocab(records, held, size=0, **options)
+    assert whole.is_whole and sorted(whole.ids.tolist()) == list(range(10))
+    with pytest.raises(UserError, match="a draft vocabulary of 11 ids, but the model has 10"):
+        choose_draft_vocab(records, held, size=11, **options)
+    with pytest.raises(UserError, match="by its size or by its coverage"):
+        choose_draft_vocab(records, held, size=None, **options)
+    with pytest.raises(UserError, match="the records hold token 4, but the model has 4"):
+        choose_draft_vocab(records, held, size=2, **(options | {"vocab_size": 4, "eos_ids": ()}))
+
+
+def test_head_i_learns_the_token_at_t_plus_2_plus_i(tmp_path, stored):
+    trained = run(tmp_path, stored, training(steps=200))
+    assert min(trained.held_out.top1) > 0.9  # prompts that were never seen
+    records, features = stored
+    examples, rows = problem(stored)
+    learnt = examples.train
+    known = evaluate(
+        build_target_ranks(training().shape), trained.params, examples.hidden[learnt], examples.columns[learnt], rows
+    )
+    assert known.top1 == [1.0] * HEADS
+    # The same with the label shift written out: a head that learnt another offset would name another token.
+    kernel, bias = (np.asarray(trained.params[name], np.float32) for name in ("kernel", "bias"))
+    hidden = features.hidden.astype(np.float32)
+    held = held_out_records(records, every=4)
+    index = int(np.flatnonzero(~held)[0])
+    text, prompt = records.record(index), int(records.prompt_length[index])
+    states = hidden[features.record == index]
+    ids = choose_draft_vocab(records, held, vocab_size=61, eos_ids=(60,), size=10, coverage=None).ids
+    for k in range(HEADS):
+        z = states @ kernel[k, 0].T + bias[k, 0]
+        guess = ids[np.argmax((states + z / (1 + np.exp(-z))) @ np.asarray(rows).T, axis=1)]
+        for row, t in enumerate(range(prompt - 1, len(text) - 2 - k)):
+            assert guess[row] == text[t + 2 + k]
+
+
+def test_tokens_outside_the_draft_vocabulary_are_wrong(tmp_path, stored):
+    examples, rows = problem(stored, size=7)  # EOS and six of the nine tokens of the cycle
+    settings = dataclasses.replace(training(steps=60), shape=MedusaConfig(32, 61, HEADS, draft_vocab_size=7))
+    trained = train_medusa(settings, examples, rows, folder=tmp_path, data="tiny", report=lambda line: None)
+    for top10, miss in zip(trained.held_out.top10, examples.held_out_misses(), strict=True):
+        assert 0.2 < miss < 0.5
+        assert top10 == pytest.approx(1 - miss)  # ten candidates of seven ids: right wherever it can be
+
+
+class Killed(Exception):
+    """Stands for a kill: nothing in the package catches it."""
+
+
+def killer(when):
+    def report(line):
+        if line["step"] == when:
+            raise Killed
+
+    return report
+
+
+def log_lines(folder):
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "steps_per_s"} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, stored):
+    folder = tmp_path_factory.mktemp("run")
+    return folder, run(folder, stored, training())
+
+
+@pytest.mark.parametrize("kills", [(2,), (6, 8), (12,)])
+def test_killed_and_resumed_ends_bit_for_bit_the_same(tmp_path, stored, undisturbed, kills):
+    folder, expected = undisturbed
+    for when in kills:
+        with pytest.raises(Killed):
+            run(tmp_path, stored, training(), report=killer(when))
+        (tmp_path / "checkpoints" / "8.orbax-checkpoint-tmp").mkdir()  # a checkpoint cut off while it was written
+        with open(tmp_path / "log.jsonl", "a") as file:
+            file.write('{"step": 1')  # and a line
+    result = run(tmp_path, stored, training())
+    jax.tree.map(np.testing.assert_array_equal, result.params, expected.params)
+    assert result.held_out == expected.held_out
+    assert log_lines(tmp_path) == log_lines(folder)
+
+
+def test_a_finished_run_is_not_trained_further(undisturbed, stored):
+    folder, expected = undisturbed
+    lines = []
+    result = run(folder, stored, training(), report=lines.append)
+    jax.tree.map(np.testing.assert_array_equal, result.params, expected.params)
+    assert lines == []
+
+
+def test_log_holds_updates_and_evaluations(undisturbed):
+    lines = log_lines(undisturbed[0])
+    assert [line["step"] for line in lines if "loss" in line] == [2, 4, 6, 8, 10, 12]
+    assert [line["step"] for line in lines if "held_out" in line] == [5, 10]
+    assert lines[0].keys() == {"step", "loss", "loss_by_head", "gradient_norm"}
+    assert len(lines[0]["loss_by_head"]) == HEADS and lines[-1]["loss"] < lines[0]["loss"]
+
+
+def test_only_the_last_checkpoints_are_kept(undisturbed):
+    assert sorted(path.name for path in (undisturbed[0] / "checkpoints").iterdir()) == ["12", "8"]
+
+
+def test_a_run_is_not_continued_with_other_settings(undisturbed, stored):
+    folder, _ = undisturbed
+    with pytest.raises(UserError, match=r"was begun with learning_rate 0\.01, not 0\.5"):
+        run(folder, stored, dataclasses.replace(training(), learning_rate=0.5))
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path, stored):
+    with pytest.raises(Killed):
+        run(tmp_path, stored, training(), report=killer(6))
+    for file in (tmp_path / "checkpoints" / "4").rglob("*"):
+        if file.is_file() and file.stat().st_size > 200 and "METADATA" not in file.name:
+            file.write_bytes(b"")
+    with pytest.raises(UserError, match="checkpoints/4: cannot be read as this run's state"):
+        run(tmp_path, stored, training())
+
+
+def test_lines_after_the_checkpoint_are_dropped(tmp_path):
+    file = tmp_path / "log.jsonl"
+    trim_log(file, last_step=20)
+    assert not file.exists()
+    file.write_text('{"step": 10}\n{"step": 20}\n{"step": 30}\n{"st')
+    trim_log(file, last_step=20)
+    assert file.read_text() == '{"step": 10}\n{"step": 20}\n'
+
+
+def test_sampled_columns_depend_on_the_update_only():
+    settings = dataclasses.replace(training(), shape=MedusaConfig(32, 2000, num_heads=HEADS), sampled_rare=50, seed=3)
+    first, second = sampled_columns(settings, 0), sampled_columns(settings, 1)
+    assert first is not None and second is not None
+    np.testing.assert_array_equal(first, sampled_columns(settings, 0))
+    assert set(first) != set(second)
+    assert len(set(first)) == 50 and first.min() >= 1024 and first.max() < 2000
+    assert sampled_columns(training(), 0) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"batch": 0}, "must be positive"),
+        ({"learning_rate": 0.0}, "must be positive"),
+        ({"sampled_rare": 5}, "cannot sample 5 rare ids: the heads score 10 ids"),
+        ({"sampled_rare": 5, "shape": MedusaConfig(32, 2000, own_output=True)}, "needs the shared output rows"),
+    ],
+)
+def test_impossible_settings_are_refused(change, message):
+    with pytest.raises(UserError, match=message):
+        dataclasses.replace(training(), **change)
+
+
+@pytest.mark.parametrize("option", ["steps", "log_every", "checkpoint_every"])
+def test_intervals_must_be_positive(option):
+    with pytest.raises(UserError, match="steps and intervals must be positive"):
+        dataclasses.replace(LoopConfig(steps=5), **{option: 0})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+def command(model, folder, *more):
+    save_records(folder / "data.npz", cyclic_records())
+    paths = {"--model": model, "--data": folder / "data.npz", "--out": folder / "run", "--cache-dir": folder / "cache"}
+    options = {"--num-heads": 2, "--steps": 6, "--batch": 32, "--log-every": 3, "--lr": 0.01}
+    return [str(word) for pair in (paths | options).items() for word in pair] + [*more]
+
+
+@pytest.mark.parametrize(
+    ("more", "draft_size"),
+    [(("--draft-vocab", "8"), 8), (("--draft-vocab", "0", "--own-output"), None), (("--draft-coverage", "1.0"), 10)],
+)
+def test_the_script_trains_heads_that_load(tmp_path, model, capsys, more, draft_size):
+    arguments = command(model, tmp_path, *more)
+    assert script.main(arguments) == 0
+    first = capsys.readouterr().out
+    result = json.loads(first.splitlines()[-1])
+    assert len(result["held_out"]["top1"]) == 2 and result["steps"] == 6
+    _, params = tiny_backbone()
+    shared = Shared(embedding=params["embed"]["embedding"], output=jnp.asarray(output_matrix(params)))
+    head, head_params = load_head(tmp_path / "run" / "head", TINY_CONFIG, shared, top_k=10, linear=linear_highest)
+    assert head.max_depth == 2
+    assert head_params.get("draft_ids", jnp.zeros(0)).shape[0] == (draft_size or 0)
+    provenance = json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())
+    assert provenance["result"] == result and "--steps 6" in provenance["command"]
+    weights = (tmp_path / "run" / "head" / "heads.safetensors").read_bytes()
+    assert script.main(arguments) == 0  # the finished run says the same again
+    assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
+    assert (tmp_path / "run" / "head" / "heads.safetensors").read_bytes() == weights
+
+
+def test_heads_over_the_whole_vocabulary_keep_the_order_of_the_ids(tmp_path, model):
+    """What the script measured in its own order is what the loaded heads propose."""
+    arguments = command(model, tmp_path, "--draft-vocab", "0", "--own-output", "--steps", "40")
+    assert script.main(arguments) == 0
+    _, params = tiny_backbone()
+    shared = Shared(embedding=params["embed"]["embedding"], output=jnp.asarray(output_matrix(params)))
+    head, head_params = load_head(tmp_path / "run" / "head", TINY_CONFIG, shared, top_k=5, linear=linear_highest)
+    records, features = load_records(tmp_path / "data.npz"), load_features(tmp_path / "run" / "features")
+    chosen = np.flatnonzero(held_out_records(records)[features.record])
+    hidden = jnp.asarray(features.hidden[chosen], jnp.float32)
+    state = head.init_state(len(chosen), 1)._replace(normed=hidden)
+    tokens = np.asarray(head.propose(head_params, shared, state, jnp.zeros(len(chosen), jnp.int32), 2).parts[0])
+    targets = features.targets[chosen, :2]
+    right = (tokens[:, :, 0] == targets).sum(axis=0) / (targets != NO_COLUMN).sum(axis=0)
+    result = json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())["result"]
+    assert result["held_out"]["top1"] == pytest.approx(right.tolist(), abs=0.02)
+    assert min(right) > 0.3
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--data", "nowhere.npz"], "nowhere.npz: no such file or folder"),
+        (["--model", "nowhere"], "nowhere"),
+        (["--draft-vocab", "62"], "a draft vocabulary of 62 ids, but the model has 61"),
+        (["--batch", "4096"], "training positions for a batch of 4096"),
+        (["--num-heads", "0"], "at least one head"),
+    ],
+)
+def test_the_script_explains_bad_input_in_one_line(tmp_path, model, capsys, more, message):
+    assert script.main(command(model, tmp_path, *more)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and message in error and error.count("\n") == 1
+    assert not (tmp_path / "run" / "head").exists()
+
+
+def test_broken_records_are_refused(tmp_path):
+    save_records(tmp_path / "good.npz", cyclic_records(3), ids=["a", "b", "c"])
+    good = (tmp_path / "good.npz").read_bytes()
+    for name, data, message in [
+        ("cut", good[:-30], "damaged or no .npz archive"),
+        ("text", b"hello", "damaged or no .npz archive"),
+        ("empty", b"", "damaged or no .npz archive"),
+    ]:
+        (tmp_path / f"{name}.npz").write_bytes(data)
+        with pytest.raises(UserError, match=message):
+            load_records(tmp_path / f"{name}.npz")
+    np.save(tmp_path / "array.npy", np.arange(3))
+    with pytest.raises(UserError, match="a lone array"):
+        load_records(tmp_path / "array.npy")
+    np.savez(tmp_path / "short.npz", tokens=np.arange(3), offsets=np.asarray([0, 3]))
+    with pytest.raises(UserError, match="lacks the array 'prompt_length'"):
+        load_records(tmp_path / "short.npz")
+    np.savez(tmp_path / "odd.npz", tokens=np.arange(3), offsets=np.asarray([0, 4]), prompt_length=np.asarray([1]))
+    with pytest.raises(UserError, match="do not fit together"):
+        load_records(tmp_path / "odd.npz")
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UserError, match="no .npz shard in this folder"):
+        load_records(tmp_path / "none")
