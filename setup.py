@@ -14,6 +14,7 @@ class BuildWithAssets(build_py):
     """Copies ``models/`` and ``trees/`` to ``entmtp_jax/_assets``, where ``entmtp_jax.assets`` looks first."""
 
     def run(self) -> None:
+        """Builds the package, then adds the assets."""
         super().run()
         if self.editable_mode:
             return  # an editable install reads the folders of the checkout

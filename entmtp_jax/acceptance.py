@@ -23,9 +23,7 @@ class Accepted(NamedTuple):
     tokens: Int[Array, "B E"]
 
 
-def accept_matching(
-    candidates: Int[Array, "B N"], chosen: Int[Array, "B N"], topology: Topology
-) -> Accepted:
+def accept_matching(candidates: Int[Array, "B N"], chosen: Int[Array, "B N"], topology: Topology) -> Accepted:
     """Keeps the deepest node whose whole path equals the backbone's own choices.
 
     A node is right when it holds the token that the backbone chose after the node's parent. With greedy

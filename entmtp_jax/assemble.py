@@ -210,4 +210,3 @@ def _even_ladder(bank: Bank) -> Policy:
     step_nats = 1.0
     edges = [step_nats * (i + 1) for i in range(len(order) - 1)]
     return ladder(order, edges, num_topologies=len(bank.topologies))
-

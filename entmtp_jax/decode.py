@@ -232,9 +232,7 @@ def _step(parts: _Parts, params: ModelParams, state: DecodeState, policy: Policy
         cache=write_rows(state.cache, verified.new, lengths),
         head=head_state,
         entropy_average=update_average(state.entropy_average, verified.stats.entropy_nats, policy.decay, live),
-        accepted_average=update_average(
-            state.accepted_average, accepted.astype(jnp.float32), policy.decay, live
-        ),
+        accepted_average=update_average(state.accepted_average, accepted.astype(jnp.float32), policy.decay, live),
         topology=jnp.where(live, index, state.topology),
         steps=state.steps + live,
         trace=_record(state.trace, entry, state.steps, live),

@@ -36,9 +36,7 @@ def empty_average(batch: int) -> Average:
 def update_average(average: Average, value: RowFloats, decay: Float[Array, ""], live: RowBools) -> Average:
     """``m_t = decay * m_{t-1} + (1 - decay) * value`` where the row is live."""
     raw = decay * average.raw + (1 - decay) * value
-    return Average(
-        raw=jnp.where(live, raw, average.raw), updates=jnp.where(live, average.updates + 1, average.updates)
-    )
+    return Average(raw=jnp.where(live, raw, average.raw), updates=jnp.where(live, average.updates + 1, average.updates))
 
 
 def corrected(average: Average, decay: Float[Array, ""]) -> RowFloats:

@@ -88,9 +88,7 @@ def compile_decoder(decoder: Decoder, params: ModelParams, policy: Policy) -> tu
     return decoder._replace(prefill=prefill, run=run_steps), seconds
 
 
-def generate(
-    decoder: Decoder, params: ModelParams, requests: Sequence[Request], policy: Policy
-) -> Generation:
+def generate(decoder: Decoder, params: ModelParams, requests: Sequence[Request], policy: Policy) -> Generation:
     """Decodes a batch to its end.
 
     Args:
@@ -141,13 +139,11 @@ def stream(
         state = jax.block_until_ready(decoder.run(params, state, policy, steps_per_chunk))
 
 
-def _chunk(
-    state: DecodeState, shown: list[int], shown_steps: list[int], generation: Generation | None
-) -> Chunk:
+def _chunk(state: DecodeState, shown: list[int], shown_steps: list[int], generation: Generation | None) -> Chunk:
     tokens, lengths = np.asarray(state.tokens), np.asarray(state.text_length)
     steps, emitted = np.asarray(state.steps), np.asarray(state.trace.emitted)
     news, counts = [], []
-    for row, (start, first) in enumerate(zip(shown, shown_steps)):
+    for row, (start, first) in enumerate(zip(shown, shown_steps, strict=True)):
         news.append(tokens[row, start : lengths[row]].tolist())
         by_step = emitted[row, max(first, 0) : steps[row]].tolist()
         counts.append([len(news[-1])] if first < 0 else by_step)

@@ -7,7 +7,6 @@ import jax.numpy as jnp
 
 from entmtp_jax.types import Array, Float, Int, RowInts
 
-
 # ``(logits[B, T, V], seeds[B], positions[B, T]) -> tokens[B, T]``. A choice may depend on the row's seed and
 # the absolute position of the chosen token, and on nothing else that differs between plain decoding and a
 # tree; that is what makes their texts equal.

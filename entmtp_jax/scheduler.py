@@ -5,8 +5,8 @@ never recompiles. Fixed, ladder and hysteresis policies are tables of one form, 
 of the previous step and the bin of the signal.
 """
 
-from enum import IntEnum
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import NamedTuple
 
 import jax.numpy as jnp

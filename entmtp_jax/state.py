@@ -1,7 +1,7 @@
 """The decoding state: arrays only, every field per row, and the two ways in which it changes."""
 
-from enum import IntEnum
 from collections.abc import Sequence
+from enum import IntEnum
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -185,7 +185,9 @@ def _check_request(request: Request, capacity: int) -> None:
         raise UserError(f"at most {MAX_EOS_IDS} EOS ids; got {len(request.eos_ids)}")
 
 
-def emit(state: DecodeState, tokens: Int[Array, "B E"], count: RowInts, stats: RootStats) -> tuple[DecodeState, RowInts]:
+def emit(
+    state: DecodeState, tokens: Int[Array, "B E"], count: RowInts, stats: RootStats
+) -> tuple[DecodeState, RowInts]:
     """Appends up to ``count`` tokens to every running row; stops at EOS or at the row's limit.
 
     Args:

@@ -112,19 +112,19 @@ class StreamDecoder:
     def __init__(self, text: Text) -> None:
         self._text = text
         added = text.tokenizer.get_added_tokens_decoder()
-        self._skipped = {index for index, token in added.items() if token.special}
+        self._special = {index for index, token in added.items() if token.special}
         self._context: list[int] = []
         self._pending: list[int] = []
 
     def push(self, ids: Iterable[int]) -> str:
         """Takes further tokens and returns the text that they decide, possibly none."""
-        self._pending += [int(index) for index in ids if int(index) not in self._skipped]
-        if not self._pending or BYTE_TOKEN.fullmatch(self._text.tokenizer.id_to_token(self._pending[-1]) or ""):
+        self._pending += [int(index) for index in ids if self._is_text(int(index))]
+        if not self._pending or BYTE_TOKEN.fullmatch(self._text.tokenizer.id_to_token(self._pending[-1])):
             return ""
         piece = self._piece()
         if piece.endswith(REPLACEMENT):
             return ""
-        self._commit()
+        self._context, self._pending = self._pending[-1:], []
         return piece
 
     def finish(self) -> str:
@@ -137,8 +137,6 @@ class StreamDecoder:
         """Text that the pending tokens add after the context."""
         return self._text.decode(self._context + self._pending)[len(self._text.decode(self._context)) :]
 
-    def _commit(self) -> None:
-        known = self._context + self._pending
-        # A token without text of its own (a stripped space) would not protect the next one; then keep them all.
-        self._context = known[-1:] if self._text.decode(known[-1:]) else known
-        self._pending = []
+    def _is_text(self, index: int) -> bool:
+        """Whether a token is part of the text: no special token, and no id beyond the vocabulary (padded models)."""
+        return index not in self._special and self._text.tokenizer.id_to_token(index) is not None

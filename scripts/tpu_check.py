@@ -143,7 +143,13 @@ def _bfloat16(params: ModelParams) -> ModelParams:
 def compile_program(function: Any, arguments: Sequence[Any]) -> Program:
     """Lowers and compiles a jitted function for the device that its arguments' shapes name."""
     start = time.perf_counter()
-    compiled = function.lower(*arguments).compile()
+    try:
+        compiled = function.lower(*arguments).compile()
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        line = " ".join(str(error).split())[:160]
+        raise UserError(f"does not fit the device: {line}; lower --capacity or --batch, or take a larger TPU") from None
     return Program(compiled, time.perf_counter() - start)
 
 

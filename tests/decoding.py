@@ -120,5 +120,3 @@ def prefilled(kind: str, prompts: list[list[int]], policy: Policy, true_rank: np
     built, params = decoder(kind, batch), model_params(kind, prompts, true_rank)
     state = built.prefill(params, built.start([Request(p, 60) for p in prompts]), policy)
     return built, params, state
-
-

@@ -82,7 +82,7 @@ def test_both_timings_write_plain_text(fresh):
     policy = force(fixed_policy(0), SCHEDULES["every one"])
     done = decode([PROMPTS[0]], policy, kind="medusa", fresh=fresh).completions[0]
     assert done.tokens == continuation(PROMPTS[0], 40)
-    assert ((done.signals[:, 4] > 0).all() if fresh else (done.signals[:, 4] == 0).all()), "path value"
+    assert (done.signals[:, 4] > 0).all() if fresh else (done.signals[:, 4] == 0).all(), "path value"
 
 
 def test_oracle_drafts_are_all_accepted():

@@ -17,7 +17,9 @@ def pick(policy, value, *, previous=0, step=0, signal=Signal.ENTROPY_EMA):
 
 
 def test_entropy_of_known_distributions():
-    logits = jnp.asarray([[0.0, 0.0, 0.0, 0.0], [0.0, -jnp.inf, -jnp.inf, -jnp.inf], [jnp.log(3.0), 0.0, -jnp.inf, -jnp.inf]])
+    logits = jnp.asarray(
+        [[0.0, 0.0, 0.0, 0.0], [0.0, -jnp.inf, -jnp.inf, -jnp.inf], [jnp.log(3.0), 0.0, -jnp.inf, -jnp.inf]]
+    )
     expected = [np.log(4), 0.0, -(0.75 * np.log(0.75) + 0.25 * np.log(0.25))]
     np.testing.assert_allclose(entropy_nats(logits), expected, atol=1e-6)
 

@@ -18,11 +18,17 @@ from entmtp_jax.errors import UserError
 from entmtp_jax.hub import DEFAULT_MODEL, cache_folder, resolve_model
 from entmtp_jax.text import StreamDecoder, Text, load_text
 
-TEMPLATE = """{%- if messages[0]['role'] != 'system' %}{{ '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}{% endif %}
-{%- for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
+# Indented, with newlines after the tags: the environment must strip them as Hugging Face's does.
+TEMPLATE = """{% if messages[0]['role'] != 'system' %}
+    {{- '<|im_start|>system\\nBe kind.<|im_end|>\\n' }}
+{% endif %}
+{% for message in messages %}
+    {% if loop.index > 9 %}
+        {% continue %}
+    {% endif %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{% endfor %}
+{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"""
 CORPUS = ["the cat and the hat and the mat", "system user assistant be kind", "it's 2024, isn't it? éé 🙂🙂 日本"] * 3
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 NUM_TOKENS = 310
@@ -288,7 +294,7 @@ def test_sentencepiece_from_a_gguf_file_is_the_same(sentencepiece_text, tmp_path
     for sample in ["ab abc", "  abé🙂", "a<|user|>b</s>c"]:
         assert text.encode(sample) == other.encode(sample)
     assert text.encode("a<|user|>")[-1] == 270
-    assert text.decode([1, 265, 2]) == "a"
+    assert text.decode([1, 265, 2, 270]) == "a<|user|>"
 
 
 def test_ranked_merges_as_in_the_docstring():
@@ -346,7 +352,8 @@ def test_streamed_byte_level_text_is_the_decoded_text(text, ids, sizes):
 
 
 # Byte tokens of the three characters é, 🙂 and space, words with spaces, control tokens and stray bytes.
-AWKWARD = [0, 1, 2, 3, *[3 + byte for byte in "é🙂 ".encode()], 3 + 0xFF, *range(259, 271)]
+# 280 lies beyond the vocabulary, as rows of a padded embedding do.
+AWKWARD = [280, 0, 1, 2, 3, *[3 + byte for byte in "é🙂 ".encode()], 3 + 0xFF, *range(259, 271)]
 
 
 @given(st.lists(st.sampled_from(AWKWARD), max_size=25), st.lists(st.integers(0, 4), max_size=8))

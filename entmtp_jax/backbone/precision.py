@@ -16,7 +16,6 @@ from jax.typing import DTypeLike
 from entmtp_jax.kernels import skinny_matmul
 from entmtp_jax.types import Array, Float
 
-
 # ``(x[..., in], weight[out, in]) -> y[..., out]`` in float32.
 Linear: TypeAlias = Callable[[Array, Array], Array]
 

@@ -210,9 +210,7 @@ class Transformer(nn.Module):
                 layers.append(added)
                 inputs.append(entry)
             new = KVCache(tuple(a.keys for a in layers), tuple(a.values for a in layers))
-        return BackboneOutput(
-            hidden=x, normed=self.final_norm(x), taps=tuple(inputs[t] for t in c.taps), new=new
-        )
+        return BackboneOutput(hidden=x, normed=self.final_norm(x), taps=tuple(inputs[t] for t in c.taps), new=new)
 
     def logits(self, normed: Float[Array, "*any D"]) -> Float[Array, "*any V"]:
         """Logits over the whole vocabulary, float32."""

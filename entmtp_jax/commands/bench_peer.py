@@ -74,7 +74,9 @@ def compare_with_transformers(
         began = time.perf_counter()
         ids = torch.tensor([request.prompt])
         with torch.inference_mode():
-            text = peer.generate(ids, max_new_tokens=request.max_new_tokens, do_sample=False, attention_mask=ids * 0 + 1)
+            text = peer.generate(
+                ids, max_new_tokens=request.max_new_tokens, do_sample=False, attention_mask=ids * 0 + 1
+            )
         written = text[0, len(request.prompt) :].tolist()
         theirs.append((time.perf_counter() - began) / len(written))
         equal, prompts = equal + (written == done), prompts + 1

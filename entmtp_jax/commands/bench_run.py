@@ -44,8 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
     enable_compile_cache(cache)
     model = load_model(arguments.model, dtype=arguments.dtype, cache=cache, notify=_say)
     sets = [_read_set(entry, arguments, model) for entry in arguments.set]
-    _say(f"{device_name()}; jax {jax.__version__}; {model.name} {model.dtype}, arithmetic {model.arithmetic}; "
-         "temperature 0, chat template as the model has it")
+    _say(
+        f"{device_name()}; jax {jax.__version__}; {model.name} {model.dtype}, arithmetic {model.arithmetic}; "
+        "temperature 0, chat template as the model has it"
+    )
     if arguments.transformers:
         from entmtp_jax.commands.bench_peer import compare_with_transformers
 
@@ -58,7 +60,12 @@ def run(arguments: argparse.Namespace) -> int:
         found = {"sets": _race(model, sets, arguments)}
     options = {key: str(value) if isinstance(value, Path) else value for key, value in vars(arguments).items()}
     versions = {name: metadata.version(name) for name in ("entmtp_jax", "jax", "flax", "numpy")}
-    document = found | {"config": options, "device": device_name(), "arithmetic": model.arithmetic, "versions": versions}
+    document = found | {
+        "config": options,
+        "device": device_name(),
+        "arithmetic": model.arithmetic,
+        "versions": versions,
+    }
     if arguments.json is not None:
         write_json(arguments.json, document)
     print(json.dumps(document))
@@ -102,10 +109,14 @@ def _contestants(model: Model, arguments: argparse.Namespace) -> list[Contestant
     narrow = draft.bank.restrict(arguments.narrow_rows)
     made = [_contestant("plain", model, draft, plain, policy("ar", plain), arguments)]
     made.append(
-        _contestant(f"entropy, at most {arguments.narrow_rows} rows", model, draft, narrow, policy("entropy", narrow), arguments)
+        _contestant(
+            f"entropy, at most {arguments.narrow_rows} rows", model, draft, narrow, policy("entropy", narrow), arguments
+        )
     )
     if narrow.topologies != draft.bank.topologies:
-        made.append(_contestant("entropy, whole bank", model, draft, draft.bank, policy("entropy", draft.bank), arguments))
+        made.append(
+            _contestant("entropy, whole bank", model, draft, draft.bank, policy("entropy", draft.bank), arguments)
+        )
     for name in arguments.fixed:
         one = Bank(name, (draft.bank.topologies[draft.bank.index(name)],))
         made.append(_contestant(f"fixed {name}", model, draft, one, policy(f"fixed:{name}", one), arguments))
@@ -124,8 +135,10 @@ def _race(model: Model, sets: Sequence[PromptSet], arguments: argparse.Namespace
         for request in prompts.requests:
             for name, done in interleave(contestants, request, arguments.repeats).items():
                 runs[name].append(done)
-        _say(f"\n{prompts.name}: {len(prompts.requests)} prompts in {time.perf_counter() - began:.0f} s "
-             f"({prompts.left_out} of the file too long)")
+        _say(
+            f"\n{prompts.name}: {len(prompts.requests)} prompts in {time.perf_counter() - began:.0f} s "
+            f"({prompts.left_out} of the file too long)"
+        )
         plain = runs["plain"]
         summaries = {c.name: summarise(runs[c.name], plain, c.decoder.bank) for c in contestants}
         _print_table(summaries)
@@ -155,14 +168,15 @@ def _differences(requests: Sequence[Request], runs: dict, plain: Sequence[list[R
 
 
 def _print_table(summaries: dict[str, Summary]) -> None:
-    _say("| contestant | tokens/step | outside loops | speed-up (quartiles of prompts) | ms/step | tokens/s | topologies |")
+    _say("| contestant | tokens/step | outside loops | speed-up (quartiles) | ms/step | tokens/s | topologies |")
     _say("|---|--:|--:|---|--:|--:|---|")
     for name, s in summaries.items():
         low, middle, high = s.speedup_quartiles
         shares = ", ".join(f"{topology} {share:.0%}" for topology, share in s.topology_shares.items())
         _say(
             f"| {name} | {s.tokens_per_step:.2f} | {s.tokens_per_step_outside_loops:.2f} | "
-            f"{s.speedup:.2f} ({low:.2f} / {middle:.2f} / {high:.2f}) | {s.ms_per_step:.1f} | {s.tokens_per_s:.1f} | {shares} |"
+            f"{s.speedup:.2f} ({low:.2f} / {middle:.2f} / {high:.2f}) | {s.ms_per_step:.1f} | {s.tokens_per_s:.1f} "
+            f"| {shares} |"
         )
 
 
@@ -175,7 +189,10 @@ def _measure_costs(model: Model, arguments: argparse.Namespace) -> dict[str, Any
     _say("| topology | rows | ms per step (quartiles) |\n|---|--:|---|")
     for topology in draft.bank.topologies:
         cost = costs[topology.name]
-        _say(f"| {topology.name} | {topology.num_rows} | {cost.median_ms:.1f} ({cost.low_ms:.1f} .. {cost.high_ms:.1f}) |")
+        _say(
+            f"| {topology.name} | {topology.num_rows} | {cost.median_ms:.1f} "
+            f"({cost.low_ms:.1f} .. {cost.high_ms:.1f}) |"
+        )
     return {name: cost._asdict() for name, cost in costs.items()}
 
 
@@ -192,6 +209,13 @@ def _count_flips(model: Model, sets: Sequence[PromptSet], arguments: argparse.Na
         found = flips(model.params, list(request.prompt), done.tokens)
         positions, different = positions + found.positions, different + found.flips
         worst = max(worst, found.worst_gap_ulps)
-    _say(f"{different} of {positions} choices differ ({1e3 * different / positions:.2f} per 1,000 tokens), "
-         f"largest top-2 gap among them {worst:.2f} bfloat16 ulps")
-    return {"positions": positions, "flips": different, "per_1000": 1e3 * different / positions, "worst_gap_ulps": worst}
+    _say(
+        f"{different} of {positions} choices differ ({1e3 * different / positions:.2f} per 1,000 tokens), "
+        f"largest top-2 gap among them {worst:.2f} bfloat16 ulps"
+    )
+    return {
+        "positions": positions,
+        "flips": different,
+        "per_1000": 1e3 * different / positions,
+        "worst_gap_ulps": worst,
+    }

@@ -1,6 +1,6 @@
-"""Grows a bank of topologies for trained heads, measures what they cost here, and fits its entropy thresholds.
+r"""Grows a bank of topologies for trained heads, measures what they cost here, and fits its entropy thresholds.
 
-    python scripts/calibrate.py --data runs/answers --features runs/medusa/features --heads runs/medusa/head \\
+    python scripts/calibrate.py --data runs/answers --features runs/medusa/features --heads runs/medusa/head \
         --out trees/smollm2-135m-instruct/medusa/general.json
 
 Path counts and entropies come from the held-out records of the training run; the topologies grow greedily on
@@ -78,7 +78,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     wide = Topology.from_paths("ranks", [(rank,) for rank in range(args.top_k)])
     draft = load_draft(model, args.heads, Bank("ranks", (wide,)), notify=_say)
     trace = _trace(model, draft, _held_out(args), depth)
-    topologies = [grow_topology(f"tree{rows}", trace, rows - 1, max_depth=depth, max_rank=args.top_k - 1) for rows in args.rows]
+    topologies = [
+        grow_topology(f"tree{rows}", trace, rows - 1, max_depth=depth, max_rank=args.top_k - 1) for rows in args.rows
+    ]
     bank = Bank(args.name, (autoregressive(), chain(min(3, depth)), *topologies))
     costs = _costs(model, draft, bank, args)
     ladder = fit_ladder(trace, bank, {n: c.median_ms for n, c in costs.items()}, decay=1 - 1 / DEFAULT_WINDOW)

@@ -1,9 +1,9 @@
 """Writes text with a language model, several tokens per step, the draft tree chosen by entropy.
 
-    python scripts/decode.py "Why is the sky blue?"
-    python scripts/decode.py --heads lookup --policy fixed:chain7 --stats "Repeat after me: one two three"
-    python scripts/decode.py --prompts prompts.jsonl --batch-size 4 --json out.json --check-parity
-    echo "Tell me a story." | python scripts/decode.py - --max-new-tokens 256
+python scripts/decode.py "Why is the sky blue?"
+python scripts/decode.py --heads lookup --policy fixed:chain7 --stats "Repeat after me: one two three"
+python scripts/decode.py --prompts prompts.jsonl --batch-size 4 --json out.json --check-parity
+echo "Tell me a story." | python scripts/decode.py - --max-new-tokens 256
 """
 
 import argparse
@@ -24,8 +24,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     what = parser.add_argument_group("what to write")
     what.add_argument("prompt", nargs="*", metavar="PROMPT", help="prompt text; '-' reads standard input")
-    what.add_argument("--prompts", type=Path, metavar="FILE.jsonl", help="prompts, one object with id and prompt a line")
-    what.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="at most so many tokens (default 128)")
+    what.add_argument(
+        "--prompts", type=Path, metavar="FILE.jsonl", help="prompts, one object with id and prompt a line"
+    )
+    what.add_argument(
+        "--max-new-tokens", type=int, default=128, metavar="N", help="at most so many tokens (default 128)"
+    )
     what.add_argument("--no-chat", action="store_true", help="give the prompt as it is, without the chat template")
     what.add_argument("--system", metavar="TEXT", help="system message (default: the template's own)")
     model = parser.add_argument_group("model")
@@ -49,7 +53,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--stream", action=argparse.BooleanOptionalAction, default=True, help="print text as it is accepted"
     )
     output.add_argument("--color", action="store_true", help="colour the text by the step that wrote it")
-    output.add_argument("--stats", action="store_true", help="print figures of the run after the text, on standard error")
+    output.add_argument(
+        "--stats", action="store_true", help="print figures of the run after the text, on standard error"
+    )
     output.add_argument("--check-parity", action="store_true", help="decode plainly too and compare")
     output.add_argument("--json", type=Path, metavar="OUT", help="write results and figures to a file")
     return parser

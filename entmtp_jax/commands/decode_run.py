@@ -92,9 +92,7 @@ def _set_up(arguments: argparse.Namespace, model: Model, requests: Sequence[Requ
     capacity = arguments.capacity or _capacity(model, requests)
     config = DecodeConfig(batch=arguments.batch_size, capacity=capacity)
     decoder = build_decoder(model.backbone, draft.head, draft.bank, config)
-    policy = make_policy(
-        arguments.policy, draft.bank, dtype=arguments.dtype, batch=arguments.batch_size, notify=notify
-    )
+    policy = make_policy(arguments.policy, draft.bank, dtype=arguments.dtype, batch=arguments.batch_size, notify=notify)
     params = ModelParams(model.params, draft.params)
     for request in requests:
         decoder.start([request] + [None] * (config.batch - 1))  # refuses what does not fit before anything compiles
@@ -189,14 +187,18 @@ def _print_stats(setup: Setup, results: Sequence[Result], request: Request) -> N
         step_ms = 1e3 * decode_s / (steps / setup.arguments.batch_size)
         lines.append(
             f"{tokens} tokens in {steps} steps: {tokens / steps:.2f} tokens per step, break-even "
-            f"{step_ms / plain_ms:.2f} ({step_ms:.1f} ms a step, plain {plain_ms:.1f} ms), {tokens / decode_s:.1f} tokens/s"
+            f"{step_ms / plain_ms:.2f} ({step_ms:.1f} ms a step, plain {plain_ms:.1f} ms), "
+            f"{tokens / decode_s:.1f} tokens/s"
         )
-        used = np.bincount(np.concatenate([c.topologies for c in completions]), minlength=len(setup.draft.bank.topologies))
+        used = np.bincount(
+            np.concatenate([c.topologies for c in completions]), minlength=len(setup.draft.bank.topologies)
+        )
         shares = zip(setup.draft.bank.topologies, used, strict=True)
         lines.append("steps by topology: " + ", ".join(f"{t.name} {n / steps:.0%}" for t, n in shares if n))
         by_depth = acceptance_by_depth(completions, setup.draft.bank)
         lines.append(
-            "acceptance by depth: " + (", ".join(f"{k}/{n} ({k / n:.0%})" for k, n in by_depth if n) or "nothing drafted")
+            "acceptance by depth: "
+            + (", ".join(f"{k}/{n} ({k / n:.0%})" for k, n in by_depth if n) or "nothing drafted")
         )
     for line in lines:
         notify(line)

@@ -1,0 +1,1 @@
+"""Heads that draft: the interface, and one file per kind."""

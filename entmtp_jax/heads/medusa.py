@@ -90,8 +90,10 @@ class MedusaBlocks(nn.Module):
 
 
 class MedusaState(NamedTuple):
-    """Attributes:
-    normed: ``[B, D]`` final normed hidden state of each row's last committed token.
+    """What the heads draft from.
+
+    Attributes:
+      normed: ``[B, D]`` final normed hidden state of each row's last committed token.
     """
 
     normed: Float[Array, "B D"]
@@ -155,7 +157,7 @@ def build_medusa(config: MedusaConfig, *, top_k: int = 10, linear: Linear = line
         del root  # parallel heads do not look at it
         output = params["output"] if "output" in params else shared.output
         logits = module.apply({"params": params["blocks"]}, state.normed, output, depth)
-        logprobs, ids = zip(*(jax.lax.top_k(jax.nn.log_softmax(head, axis=-1), top_k) for head in logits))
+        logprobs, ids = zip(*(jax.lax.top_k(jax.nn.log_softmax(head, axis=-1), top_k) for head in logits), strict=True)
         tokens = jnp.stack(ids, axis=1)
         if "draft_ids" in params:
             tokens = params["draft_ids"][tokens]

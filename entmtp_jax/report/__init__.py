@@ -1,0 +1,1 @@
+"""Figures of runs, comparisons with plain decoding, measurements, and checks of compiled programs."""

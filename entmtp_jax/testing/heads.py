@@ -33,8 +33,10 @@ def replay_params(texts: Sequence[Sequence[int]], true_rank: np.ndarray | int, *
 
 
 class ReplayState(NamedTuple):
-    """Attributes:
-    position: ``[B]`` of the root.
+    """Where the text is.
+
+    Attributes:
+      position: ``[B]`` of the root.
     """
 
     position: RowInts
@@ -71,7 +73,7 @@ def replay_head(*, vocab_size: int, max_depth: int = 8, top_k: int = 16) -> Head
         del shared, proposal
         text, true_rank = params["text"], params["true_rank"]
         columns = [root]
-        for depth, rank in zip(topology.depths[1:], topology.ranks[1:]):
+        for depth, rank in zip(topology.depths[1:], topology.ranks[1:], strict=True):
             position = state.position + depth
             inside = jnp.minimum(position, text.shape[1] - 1)
             true = jnp.take_along_axis(text, inside[:, None], axis=1)[:, 0]

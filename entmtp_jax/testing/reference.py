@@ -36,7 +36,9 @@ def reference_logits(config: BackboneConfig, params: Params, tokens: Sequence[in
     allowed = np.tril(np.ones((len(tokens), len(tokens)), bool))
     for index in range(config.num_layers):
         layer = weights[f"layer_{index}"]
-        x = x + _attention(config, layer["attention"], _norm(config, layer["attention_norm"], x), cosines, sines, allowed)
+        x = x + _attention(
+            config, layer["attention"], _norm(config, layer["attention_norm"], x), cosines, sines, allowed
+        )
         gate, up = layer["mlp"]["gate_up"] @ _norm(config, layer["mlp_norm"], x).T
         x = x + ((gate / (1 + np.exp(-gate))) * up).T @ layer["mlp"]["down"].T
     x = _norm(config, weights["final_norm"], x)
