@@ -105,11 +105,18 @@ def model(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
 
 
+@pytest.fixture
+def keep_compile_cache(monkeypatch):
+    """The script would move the whole process to its own cache of compiled programs."""
+    monkeypatch.setattr(script, "enable_compile_cache", lambda cache: None)
+
+
 def write_prompts(path, questions):
     lines = [{"id": name, "prompt": " ".join(f"w{token}" for token in tokens)} for name, tokens in questions]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
+@pytest.mark.usefixtures("keep_compile_cache")
 def test_the_script_answers_a_file(tmp_path, model, capsys):
     prompts = tmp_path / "prompts.jsonl"
     write_prompts(prompts, [*QUESTIONS, Question("too long", [1] * 9)])
@@ -124,6 +131,7 @@ def test_the_script_answers_a_file(tmp_path, model, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["answered_now"] == 0
 
 
+@pytest.mark.usefixtures("keep_compile_cache")
 def test_the_script_explains_bad_input_in_one_line(tmp_path, model, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "a"}\n')

@@ -142,6 +142,14 @@ def test_a_hugging_face_folder(folder):
     assert (text.bos_id, text.eos_ids) == (None, (0, 2))
 
 
+def test_settings_of_a_training_run_in_the_file_are_ignored(trained, tmp_path):
+    changed = Tokenizer.from_str(trained.to_str())
+    changed.enable_truncation(2)
+    changed.enable_padding(length=9)
+    changed.save(str(tmp_path / "tokenizer.json"))
+    assert load_text(tmp_path).encode("the cat and") == trained.encode("the cat and").ids
+
+
 def test_without_a_template_chat_is_plain(trained, tmp_path):
     text = load_text(write_gguf(tmp_path / "model.gguf", **byte_level_metadata(trained)))
     assert not text.has_chat_template
@@ -261,7 +269,8 @@ def plain_sentencepiece(text: str) -> list[int]:
 def sentencepiece_folder(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("vicuna")
     (folder / "tokenizer.model").write_bytes(sentencepiece_file())
-    (folder / "tokenizer_config.json").write_text('{"bos_token": "<s>", "eos_token": "</s>", "add_bos_token": true}')
+    (folder / "special_tokens_map.json").write_text('{"bos_token": "<s>"}')
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>", "add_bos_token": true}')
     return folder
 
 
@@ -309,6 +318,11 @@ def test_tokens_added_after_training_keep_their_ids(tmp_path):
     (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": len(TOKENS) + 4}))
     with pytest.raises(UserError, match=f"added token '<pad>' should have id {len(TOKENS) + 4}"):
         load_text(tmp_path)
+    (tmp_path / "added_tokens.json").unlink()
+    for listed, message in [({"1": 2}, "list of added tokens is damaged"), ({"999": {"content": "<x>"}}, "id 999")]:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))
+        with pytest.raises(UserError, match=message):
+            load_text(tmp_path)
 
 
 @pytest.mark.parametrize("options", [{"kind": 1}, {"charsmap": b"map"}, {"trim": 1}])

@@ -125,24 +125,31 @@ def _folder_tokenizer(folder: Path, settings: dict[str, Any], bos: str | None) -
 
 
 def _parse_tokenizer(path: Path) -> Tokenizer:
+    text = _read_text(path)
     try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error}") from None
-    try:
-        return Tokenizer.from_str(text)
-    except Exception as error:  # noqa: BLE001  the library raises nothing narrower
+        tokenizer = Tokenizer.from_str(text)
+    except Exception as error:  # the library raises nothing narrower
         raise UserError(f"{path} is damaged or of another version: {error}") from None
+    # The file may hold the settings of the last training run, which would cut or fill prompts.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _add_listed_tokens(tokenizer: Tokenizer, folder: Path, settings: dict[str, Any]) -> None:
     """Tokens added after the SentencePiece model was trained; each must get the id that the folder gives it."""
-    listed = {int(index): entry for index, entry in settings.get("added_tokens_decoder", {}).items()}
-    for token, index in _object(folder / "added_tokens.json").items():
-        listed.setdefault(index, {"content": token, "special": False})
-    for index, entry in sorted(listed.items()):
-        token = entry["content"]
-        tokenizer.add_tokens([AddedToken(token, special=entry.get("special", False), normalized=False)])
+    listed: dict[int, AddedToken] = {}
+    try:
+        for index, entry in settings.get("added_tokens_decoder", {}).items():
+            special = bool(entry.get("special", False))
+            listed[int(index)] = AddedToken(entry["content"], special=special, normalized=False)
+        for token, index in _object(folder / "added_tokens.json").items():
+            listed.setdefault(int(index), AddedToken(token, special=False, normalized=False))
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise UserError(f"{folder}: the list of added tokens is damaged; provide a tokenizer.json") from None
+    for index, added in sorted(listed.items()):
+        token = added.content
+        tokenizer.add_tokens([added])
         if tokenizer.token_to_id(token) != index:
             raise UserError(
                 f"{folder}: added token {token!r} should have id {index}, but the vocabulary gives it "
@@ -154,11 +161,19 @@ def _folder_template(folder: Path, settings: dict[str, Any]) -> str | None:
     """The chat template: its own file (newer), or inside tokenizer_config.json, alone or in a list of named ones."""
     path = folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
+        return _read_text(path)
     template = settings.get("chat_template")
     if isinstance(template, list):
-        template = next((entry["template"] for entry in template if entry.get("name") == "default"), None)
+        named = {entry.get("name"): entry.get("template") for entry in template if isinstance(entry, dict)}
+        template = named.get("default")
     return template if isinstance(template, str) else None
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"cannot read {path}: {error}") from None
 
 
 def _object(path: Path) -> dict[str, Any]:

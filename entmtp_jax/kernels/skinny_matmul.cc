@@ -35,7 +35,8 @@ constexpr int kLanes = 8;  // also where vectors are shorter: the compiler then 
 constexpr int kTileOuts = 3;
 constexpr int kTileRows = 4;
 constexpr int kSpins = 1 << 16;  // before the processor is given away
-constexpr Size kChunkBytes = 128 * 1024;  // of weights: long enough to hide the claiming, short enough to share evenly
+constexpr Size kThreadBytes = 256 * 1024;  // of weights: less is not worth waking another thread for
+constexpr Size kChunkBytes = 256 * 1024;   // of weights: what a thread claims at a time, at most
 
 using Vector [[gnu::vector_size(4 * kLanes)]] = float;
 using Bits [[gnu::vector_size(4 * kLanes)]] = uint32_t;
@@ -161,10 +162,12 @@ void Work(Chunks& chunks, const Problem<W>& p) {
 // are all busy, or whose only thread is the caller, costs speed but cannot cause a deadlock.
 template <typename W>
 ffi::Error Run(ffi::ThreadPool& pool, const Problem<W>& p) {
+  const Size bytes = p.num_out * p.depth * Size{sizeof(W)};
+  const Size threads = std::clamp<Size>(bytes / kThreadBytes, 1, std::max<Size>(pool.num_threads(), 1));
   auto chunks = std::make_shared<Chunks>();
-  chunks->size = (kChunkBytes / (kTileOuts * Size{sizeof(W)} * (p.depth + 1)) + 1) * kTileOuts;
+  const Size chunk_bytes = std::min(kChunkBytes, bytes / (4 * threads));  // four each, to share evenly
+  chunks->size = (chunk_bytes / (kTileOuts * Size{sizeof(W)} * (p.depth + 1)) + 1) * kTileOuts;
   chunks->count = (p.num_out + chunks->size - 1) / chunks->size;
-  const Size threads = std::min<Size>(pool.num_threads(), chunks->count);
   for (Size i = 1; i < threads; i++) pool.Schedule([=] { Work(*chunks, p); });
   Work(*chunks, p);
   // A claimed chunk takes tens of microseconds; a thread that the system has put aside may take milliseconds.
