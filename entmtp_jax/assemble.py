@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from entmtp_jax.assets import assets_folder
+from entmtp_jax.backbone.attention import choose_attend, two_part_attention
 from entmtp_jax.backbone.precision import Linear, choose_linear
 from entmtp_jax.backbone.transformer import Backbone, build_backbone, output_matrix, stack_layers
 from entmtp_jax.bank import Bank, find_bank, load_bank
@@ -39,7 +40,7 @@ class Model(NamedTuple):
     Attributes:
       name: as the user wrote it.
       dtype: of the weights.
-      arithmetic: how matrices are multiplied, in words.
+      arithmetic: how matrices are multiplied and attention is computed, in words.
       config: shape.
       backbone: pure functions.
       params: on the device.
@@ -98,16 +99,18 @@ def load_model(name: str, *, dtype: str, cache: Path, notify: Notify) -> Model:
     if text.eos_ids:
         # The tokenizer knows the turn's end too, where a base model's config only knows the text's.
         config = dataclasses.replace(config, eos_ids=tuple(sorted({*config.eos_ids, *text.eos_ids})))
-    linear, arithmetic = choose_linear(dtype, cache)
+    linear, matrices = choose_linear(dtype, cache)
+    attend = choose_attend(cache)
+    attention = "xla" if attend is two_part_attention else "kernel"
     if jax.default_backend() != "cpu":
         config = dataclasses.replace(config, scan_layers=True)
         params = stack_layers(params, config.num_layers)
     return Model(
         name=name,
         dtype=dtype,
-        arithmetic=arithmetic,
+        arithmetic=f"matrices {matrices}, attention {attention}",
         config=config,
-        backbone=build_backbone(config, linear=linear),
+        backbone=build_backbone(config, linear=linear, attend=attend),
         params=jax.tree.map(jnp.asarray, params),
         linear=linear,
         text=text,

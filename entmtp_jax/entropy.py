@@ -12,8 +12,8 @@ def entropy_nats(logits: Float[Array, "*any V"]) -> Float[Array, "*any"]:
     """Shannon entropy of ``softmax(logits)``, ``-sum p log p``, untempered (EntMTP, section 3)."""
     logprobs = jax.nn.log_softmax(logits.astype(jnp.float32), axis=-1)
     probs = jnp.exp(logprobs)
-    # A forbidden token has log-probability -inf; its term is 0, not NaN.
-    return -jnp.sum(jnp.where(probs > 0, probs * logprobs, 0.0), axis=-1)
+    # A forbidden token has log-probability -inf; its term is 0. Logits that hold NaN still give NaN.
+    return -jnp.sum(jnp.where(probs == 0, 0.0, probs * logprobs), axis=-1)
 
 
 class Average(NamedTuple):

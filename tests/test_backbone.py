@@ -70,7 +70,7 @@ def check_against_transformers(peer, folder):
     config, params = load_backbone(folder, "float32")
     with torch.no_grad():
         expected = peer(torch.tensor(TOKENS)).logits.numpy()
-    ours = logits_of(build_backbone(config), params, TOKENS)
+    ours = logits_of(build_backbone(config), jax.tree.map(jnp.asarray, params), TOKENS)
     np.testing.assert_allclose(ours, expected, atol=1e-4, rtol=1e-4)
 
 

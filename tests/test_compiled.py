@@ -15,11 +15,13 @@ SHAPE, STACKED = (1, 2, 64, 8), (3, 1, 2, 64, 8)
 
 
 def compiled_text(function, *args, donate=()) -> str:
-    return jax.jit(function, donate_argnums=donate).lower(*args).compile().as_text()
+    text = jax.jit(function, donate_argnums=donate).lower(*args).compile().as_text()
+    assert text is not None
+    return text
 
 
-def cache_of(shape) -> KVCache:
-    return KVCache(keys=jnp.zeros(shape), values=jnp.zeros(shape))
+def cache_of(shape, dtype=jnp.float32) -> KVCache:
+    return KVCache(keys=jnp.zeros(shape, dtype), values=jnp.zeros(shape, dtype))
 
 
 def loop(step):
@@ -153,6 +155,6 @@ def test_copies_as_a_tpu_writes_them():
   ROOT %done = bf16[1,2,64,8]{3,2,1,0:T(8,128)(2,1)} copy-done(%far)
 }
 """
-    leaf = jax.ShapeDtypeStruct(SHAPE, jnp.bfloat16)
-    found = cache_sized_copies(text, KVCache(keys=(leaf,), values=(leaf,)))
+    cache = jax.eval_shape(lambda: cache_of(SHAPE, jnp.bfloat16))
+    found = cache_sized_copies(text, cache)
     assert [line.split(" ")[0] for line in found] == ["%far"]

@@ -30,8 +30,8 @@ def cache(tmp_path_factory):
 def decode(model, cache, capsys):
     """Runs the command; returns exit code, standard output and standard error."""
 
-    def run(*arguments, common=COMMON):
-        argv = [*arguments, "--model", model, "--cache-dir", cache, *common]
+    def run(*arguments):
+        argv = [*COMMON, "--model", model, "--cache-dir", cache, *arguments]
         code = run_main(lambda: main(argv))
         captured = capsys.readouterr()
         return code, captured.out, captured.err
@@ -146,7 +146,7 @@ def bad_bank(tmp_path):
 @pytest.mark.parametrize("case", WRONG)
 def test_what_a_user_may_do_wrong_ends_in_one_line(decode, tmp_path, case):
     arguments, message = WRONG[case]
-    code, out, err = decode(*arguments(tmp_path), common=[*COMMON])
+    code, out, err = decode(*arguments(tmp_path))
     errors = [line for line in err.splitlines() if line.startswith("error: ")]
     assert code == 2 and len(errors) == 1 and message in errors[0] and not out
 

@@ -72,7 +72,7 @@ def test_eos_at_the_cap_is_reported_as_eos():
         assert done.finish_reason == "eos" and len(done.tokens) == cap
 
 
-@pytest.mark.parametrize("slack", range(-BANK.max_rows, BANK.max_rows + 1, 2))
+@pytest.mark.parametrize("slack", range(-BANK.max_rows + 1, BANK.max_rows + 1, 2))
 def test_the_edge_of_the_cache(slack):
     """Prompt and new tokens fill the cache exactly, with room to spare, or not: as the reference says."""
     _, params = tiny()

@@ -24,6 +24,10 @@ def test_entropy_of_known_distributions():
     np.testing.assert_allclose(entropy_nats(logits), expected, atol=1e-6)
 
 
+def test_entropy_of_broken_logits_is_no_number():
+    assert not np.isfinite(entropy_nats(jnp.asarray([[0.0, jnp.nan], [jnp.inf, 0.0]]))).any()
+
+
 def test_the_average_of_a_constant_is_the_constant_from_the_first_update_on():
     average, decay = empty_average(1), jnp.float32(0.75)
     assert float(corrected(average, decay)[0]) == 0.0

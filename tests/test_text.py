@@ -1,22 +1,20 @@
 """Tokenizers, chat templates and streaming, against transformers, plain Python and hand-worked tables."""
 
 import json
-import struct
 import subprocess
 import sys
 from pathlib import Path
 
-import gguf
 import pytest
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from entmtp_jax.checkpoints.sentencepiece_bpe import Pieces, ranked_merges, read_sentencepiece_model
 from entmtp_jax.errors import UserError
 from entmtp_jax.hub import DEFAULT_MODEL, cache_folder, resolve_model
 from entmtp_jax.text import StreamDecoder, Text, load_text
+from tests.checkpoint_files import sentencepiece_file, write_tokenizer_gguf
 
 # Indented, with newlines after the tags: the environment must strip them as Hugging Face's does.
 TEMPLATE = """{% if messages[0]['role'] != 'system' %}
@@ -53,22 +51,6 @@ def trained() -> Tokenizer:
     return tokenizer
 
 
-def write_gguf(path: Path, **changes) -> Path:
-    """A GGUF file with metadata only; None removes a key."""
-    writer = gguf.GGUFWriter(path, "llama")
-    for key, value in changes.items():
-        key = "tokenizer." + key if key == "chat_template" else f"tokenizer.ggml.{key}"
-        if isinstance(value, list):
-            writer.add_array(key, value)
-        elif value is not None:
-            add = {bool: writer.add_bool, int: writer.add_uint32, str: writer.add_string}[type(value)]
-            add(key, value)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.close()
-    return path
-
-
 def byte_level_metadata(tokenizer: Tokenizer) -> dict:
     model = json.loads(tokenizer.to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
@@ -81,7 +63,7 @@ def byte_level_metadata(tokenizer: Tokenizer) -> dict:
 @pytest.fixture(scope="module")
 def text(trained, tmp_path_factory) -> Text:
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
-    return load_text(write_gguf(path, **byte_level_metadata(trained), chat_template=TEMPLATE))
+    return load_text(write_tokenizer_gguf(path, **byte_level_metadata(trained), chat_template=TEMPLATE))
 
 
 @pytest.mark.parametrize("sample", SAMPLES)
@@ -98,7 +80,7 @@ def test_special_tokens_of_a_gguf_file(text):
 
 def test_bos_is_added_when_the_file_says_so(trained, tmp_path):
     metadata = byte_level_metadata(trained) | {"add_bos_token": True}
-    text = load_text(write_gguf(tmp_path / "model.gguf", **metadata, chat_template="{{ bos_token }}x"))
+    text = load_text(write_tokenizer_gguf(tmp_path / "model.gguf", **metadata, chat_template="{{ bos_token }}x"))
     assert text.encode("the") == [1, *trained.encode("the").ids]
     assert text.chat("the") == [1, *trained.encode("x").ids]
 
@@ -151,7 +133,7 @@ def test_settings_of_a_training_run_in_the_file_are_ignored(trained, tmp_path):
 
 
 def test_without_a_template_chat_is_plain(trained, tmp_path):
-    text = load_text(write_gguf(tmp_path / "model.gguf", **byte_level_metadata(trained)))
+    text = load_text(write_tokenizer_gguf(tmp_path / "model.gguf", **byte_level_metadata(trained)))
     assert not text.has_chat_template
     assert text.chat("the cat") == text.encode("the cat")
     assert text.chat("the cat", "be kind") == text.encode("be kind\n\nthe cat")
@@ -162,7 +144,7 @@ def test_without_a_template_chat_is_plain(trained, tmp_path):
     ["{{ raise_exception('no system role') }}", "{% if %}", "{{ messages.clear() }}", "{{ messages[0].x.y }}"],
 )
 def test_a_template_that_fails_is_one_clear_line(trained, tmp_path, template):
-    path = write_gguf(tmp_path / "model.gguf", **byte_level_metadata(trained), chat_template=template)
+    path = write_tokenizer_gguf(tmp_path / "model.gguf", **byte_level_metadata(trained), chat_template=template)
     with pytest.raises(UserError, match="model.gguf: the chat template cannot be applied .*; use --no-chat"):
         load_text(path).chat("hi")
 
@@ -178,7 +160,7 @@ PIECES = {
 @pytest.mark.parametrize("name", PIECES)
 def test_pre_tokenizers_cut_as_worked_by_hand(trained, tmp_path, name):
     """The published patterns applied by hand; ``Ġ`` is a space and ``Ċ`` a newline."""
-    text = load_text(write_gguf(tmp_path / "model.gguf", **byte_level_metadata(trained) | {"pre": name}))
+    text = load_text(write_tokenizer_gguf(tmp_path / "model.gguf", **byte_level_metadata(trained) | {"pre": name}))
     cut = text.tokenizer.pre_tokenizer.pre_tokenize_str("I'll pay 1234  dollars!!\n\nok")
     assert [piece for piece, _ in cut] == PIECES[name]
 
@@ -197,7 +179,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_tokenizers_are_refused_by_name(trained, tmp_path, name):
     changes, message = REFUSED[name]
-    path = write_gguf(tmp_path / "model.gguf", **byte_level_metadata(trained) | changes)
+    path = write_tokenizer_gguf(tmp_path / "model.gguf", **byte_level_metadata(trained) | changes)
     with pytest.raises(UserError, match=message):
         load_text(path)
 
@@ -213,135 +195,14 @@ def test_folders_without_a_readable_tokenizer(tmp_path):
         load_text(tmp_path / "nothing")
 
 
-# SentencePiece
-
-BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
-WORDS = ["\u2581", "a", "b", "c", "ab", "bc", "\u2581a", "abc", "\u2581ab", "é", "\u2581\u2581", "<|user|>"]
-SCORES = [0.0, 0.0, 0.0, 0.0, -1.0, -2.0, -3.0, -4.0, -5.0, 0.0, -6.0, 0.0]
-TOKENS = ["<unk>", "<s>", "</s>", *BYTES, *WORDS]
-TYPES = [2, 3, 3, *[6] * 256, *[1] * 11, 4]
-PIECE_SCORES = [0.0] * 259 + SCORES
-
-
-def varint(value: int) -> bytes:
-    out = b""
-    while value > 127:
-        out, value = out + bytes([value & 127 | 128]), value >> 7
-    return out + bytes([value])
-
-
-def field(number: int, value: int | bytes | float) -> bytes:
-    """One field of a protocol-buffer message."""
-    if isinstance(value, int):
-        return varint(number << 3) + varint(value)
-    if isinstance(value, float):
-        return varint(number << 3 | 5) + struct.pack("<f", value)
-    return varint(number << 3 | 2) + varint(len(value)) + value
-
-
-def sentencepiece_file(kind: int = 2, charsmap: bytes = b"", trim: int = 0, prefix: int = 1) -> bytes:
-    rows = zip(TOKENS, PIECE_SCORES, TYPES, strict=True)
-    pieces = [field(1, field(1, t.encode()) + field(2, s) + (b"" if k == 1 else field(3, k))) for t, s, k in rows]
-    normaliser = field(1, b"identity") + field(2, charsmap) + field(3, prefix) + field(4, trim)
-    return b"".join(pieces) + field(2, field(1, b"corpus.txt") + field(3, kind)) + field(3, normaliser)
-
-
-def plain_sentencepiece(text: str) -> list[int]:
-    """SentencePiece's rule in its plainest form: join the best pair, leftmost first, until none is left."""
-    symbols = list(("\u2581" + text).replace(" ", "\u2581")) if text else []
-    score = {token: s for token, s, k in zip(TOKENS, PIECE_SCORES, TYPES, strict=True) if k == 1}
-    while True:
-        pairs = [
-            (-score[a + b], i) for i, (a, b) in enumerate(zip(symbols, symbols[1:], strict=False)) if a + b in score
-        ]
-        if not pairs:
-            break
-        _, i = min(pairs)
-        symbols[i : i + 2] = [symbols[i] + symbols[i + 1]]
-    ids: list[int] = []
-    for symbol in symbols:
-        known = symbol in score
-        ids += [TOKENS.index(symbol)] if known else [TOKENS.index(f"<0x{byte:02X}>") for byte in symbol.encode()]
-    return ids
+# Streaming
 
 
 @pytest.fixture(scope="module")
-def sentencepiece_folder(tmp_path_factory) -> Path:
+def sentencepiece_text(tmp_path_factory) -> Text:
     folder = tmp_path_factory.mktemp("vicuna")
     (folder / "tokenizer.model").write_bytes(sentencepiece_file())
-    (folder / "special_tokens_map.json").write_text('{"bos_token": "<s>"}')
-    (folder / "tokenizer_config.json").write_text('{"eos_token": "</s>", "add_bos_token": true}')
-    return folder
-
-
-@pytest.fixture(scope="module")
-def sentencepiece_text(sentencepiece_folder) -> Text:
-    return load_text(sentencepiece_folder)
-
-
-@given(st.text(alphabet="abc é\n🙂", max_size=12))
-@settings(deadline=None, max_examples=150)
-def test_sentencepiece_joins_the_best_pair_first(sentencepiece_text, sample):
-    text = sentencepiece_text
-    assert text.encode(sample) == [1, *plain_sentencepiece(sample)]
-    assert text.decode(text.encode(sample)) == sample
-
-
-def test_sentencepiece_from_a_gguf_file_is_the_same(sentencepiece_text, tmp_path):
-    path = write_gguf(
-        tmp_path / "model.gguf",
-        model="llama",
-        tokens=TOKENS,
-        scores=PIECE_SCORES,
-        token_type=TYPES,
-        bos_token_id=1,
-        eos_token_id=2,
-        eot_token_id=270,
-    )
-    text, other = load_text(path), sentencepiece_text
-    assert (text.bos_id, text.eos_ids, other.bos_id, other.eos_ids) == (1, (2, 270), 1, (2,))
-    for sample in ["ab abc", "  abé🙂", "a<|user|>b</s>c"]:
-        assert text.encode(sample) == other.encode(sample)
-    assert text.encode("a<|user|>")[-1] == 270
-    assert text.decode([1, 265, 2, 270]) == "a<|user|>"
-
-
-def test_ranked_merges_as_in_the_docstring():
-    pieces = Pieces(["a", "b", "c", "ab", "bc", "abc"], [0.0, 0.0, 0.0, -1.0, -2.0, -3.0], [1] * 6, True)
-    assert ranked_merges(pieces) == [("a", "b"), ("b", "c"), ("a", "bc"), ("ab", "c")]
-
-
-def test_tokens_added_after_training_keep_their_ids(tmp_path):
-    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_file())
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": len(TOKENS), "<s>": 1}))
-    assert load_text(tmp_path).encode("a<pad>")[-1] == len(TOKENS)
-    (tmp_path / "added_tokens.json").write_text(json.dumps({"<pad>": len(TOKENS) + 4}))
-    with pytest.raises(UserError, match=f"added token '<pad>' should have id {len(TOKENS) + 4}"):
-        load_text(tmp_path)
-    (tmp_path / "added_tokens.json").unlink()
-    for listed, message in [({"1": 2}, "list of added tokens is damaged"), ({"999": {"content": "<x>"}}, "id 999")]:
-        (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": listed}))
-        with pytest.raises(UserError, match=message):
-            load_text(tmp_path)
-
-
-@pytest.mark.parametrize("options", [{"kind": 1}, {"charsmap": b"map"}, {"trim": 1}])
-def test_other_sentencepiece_models_are_refused(tmp_path, options):
-    (tmp_path / "tokenizer.model").write_bytes(sentencepiece_file(**options))
-    with pytest.raises(UserError, match="not a plain BPE model"):
-        read_sentencepiece_model(tmp_path / "tokenizer.model")
-
-
-@given(st.integers(0, 4000))
-@settings(deadline=None, max_examples=40)
-def test_a_cut_sentencepiece_model_gives_no_other_error(tmp_path_factory, end):
-    path = tmp_path_factory.mktemp("cut") / "tokenizer.model"
-    path.write_bytes(sentencepiece_file()[:end])
-    with pytest.raises(UserError, match="damaged|plain BPE"):
-        read_sentencepiece_model(path)
-
-
-# Streaming
+    return load_text(folder)
 
 
 def stream(text: Text, ids: list[int], sizes: list[int]) -> list[str]:

@@ -1,10 +1,13 @@
 """Attention of new tokens to the cache (read-only) and to each other."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeAlias
 
+import jax
 import jax.numpy as jnp
 
+from entmtp_jax.kernels import tree_attention
 from entmtp_jax.types import Array, Bool, Float, RowInts
 
 MASKED = -1e30  # finite, so that a row of masked scores stays free of NaN
@@ -65,6 +68,17 @@ def _scores(query: Float[Array, "B G X C"], keys: Float[Array, "B G S C"]) -> Fl
 def _mix(weights: Float[Array, "B G X S"], values: Float[Array, "B G S C"]) -> Float[Array, "B G X C"]:
     weights = weights.astype(values.dtype)
     return jnp.einsum("bgxs,bgsc->bgxc", weights, values, preferred_element_type=jnp.float32)
+
+
+def choose_attend(cache: Path) -> Attend:
+    """The attention function for this machine: on a CPU the kernel if it can be built, else ``two_part_attention``.
+
+    Args:
+      cache: where the compiled kernel is kept.
+    """
+    if jax.default_backend() == "cpu" and tree_attention.build(cache):
+        return tree_attention.attend
+    return two_part_attention
 
 
 def causal_mask(tokens: int) -> Bool[Array, "1 T T"]:

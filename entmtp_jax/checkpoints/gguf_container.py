@@ -168,7 +168,7 @@ def _read_places(cursor: _Cursor, num_tensors: int, alignment: Value) -> dict[st
     tensors: dict[str, PackedTensor] = {}
     for name, shape, kind, offset in rows:
         kind_name, num_bytes = _kind_and_size(cursor.path, name, shape, kind)
-        if start + offset + num_bytes > len(cursor.data):
+        if name in tensors or start + offset + num_bytes > len(cursor.data):
             raise UserError(truncated(cursor.path))
         tensors[name] = PackedTensor(shape, kind_name, start + offset, num_bytes)
     return tensors

@@ -3,9 +3,10 @@ r"""Grows a bank of topologies for trained heads, measures what they cost here, 
     python scripts/calibrate.py --data runs/answers --features runs/medusa/features --heads runs/medusa/head \
         --out trees/smollm2-135m-instruct/medusa/general.json
 
-Path counts and entropies come from the held-out records of the training run; the topologies grow greedily on
-them, steps are timed on this device, and the thresholds are those with the most expected tokens per second
-by replay. Topologies hold on any device; costs and thresholds are stored for this one.
+Path counts and entropies come from the held-out records of the training run. The topologies grow greedily on
+them, for calm and for unsure text apart; steps are timed on this device; and the thresholds are those with the
+most expected tokens per second by replay. Topologies hold on any device; costs and thresholds are stored for
+this one.
 """
 
 import argparse
@@ -32,7 +33,7 @@ from entmtp_jax.hub import cache_folder, enable_compile_cache
 from entmtp_jax.report.measure import Cost, step_costs
 from entmtp_jax.scheduler import DEFAULT_WINDOW, Signal, fixed
 from entmtp_jax.state import Request
-from entmtp_jax.topology import Topology, autoregressive, chain
+from entmtp_jax.topology import Topology, autoregressive
 from entmtp_jax.training.data import load_records
 from entmtp_jax.training.examples import held_out_records
 from entmtp_jax.training.features import Features, load_features
@@ -56,7 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--heads", required=True, help="head folder, or a kind shipped for the model")
     add("--model", default="smollm2-135m-instruct", help="the backbone (%(default)s)")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the weights (%(default)s)")
-    add("--rows", type=int, nargs="+", default=[4, 8, 16, 32], help="rows of the trees to grow (%(default)s)")
+    add("--rows", type=int, nargs="+", default=[4, 8], help="for each, a tree for calm and one for unsure text")
+    add("--pooled-rows", type=int, nargs="*", default=[32], help="for each, one tree for all text (%(default)s)")
     add("--top-k", type=int, default=10, help="ranks that a tree may use (%(default)s)")
     add("--capacity", type=int, default=512, help="cache slots while steps are timed (%(default)s)")
     add("--name", default="general", help="of the bank (%(default)s)")
@@ -69,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Traces, grows, measures, fits, saves."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     args = build_parser().parse_args(arguments)
-    if min(args.rows) < 2:
-        raise UserError(f"a tree has at least 2 rows; got {min(args.rows)}")
+    if min([*args.rows, *args.pooled_rows]) < 2:
+        raise UserError(f"a tree has at least 2 rows; got {min([*args.rows, *args.pooled_rows])}")
     cache = cache_folder(args.cache_dir)
     enable_compile_cache(cache)
     model = load_model(args.model, dtype=args.dtype, cache=cache, notify=_say)
@@ -78,10 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     wide = Topology.from_paths("ranks", [(rank,) for rank in range(args.top_k)])
     draft = load_draft(model, args.heads, Bank("ranks", (wide,)), notify=_say)
     trace = _trace(model, draft, _held_out(args), depth)
-    topologies = [
-        grow_topology(f"tree{rows}", trace, rows - 1, max_depth=depth, max_rank=args.top_k - 1) for rows in args.rows
-    ]
-    bank = Bank(args.name, (autoregressive(), chain(min(3, depth)), *topologies))
+    topologies = _grow(trace, args, depth)
+    bank = Bank(args.name, (autoregressive(), *topologies))
     costs = _costs(model, draft, bank, args)
     ladder = fit_ladder(trace, bank, {n: c.median_ms for n, c in costs.items()}, decay=1 - 1 / DEFAULT_WINDOW)
     _report(bank, trace, costs, ladder)
@@ -128,6 +128,28 @@ def _trace(model: Model, draft: Draft, features: Features, depth: int) -> Trace:
         ranks.append(np.asarray(rank)[:count])
         entropies.append(np.asarray(entropy)[:count])
     return Trace(np.concatenate(ranks), np.concatenate(entropies), features.record)
+
+
+def _grow(trace: Trace, args: argparse.Namespace, depth: int) -> list[Topology]:
+    """Trees of equal width for the calmer and the less sure half of the positions, and pooled ones.
+
+    Where the text is predictable a deep tree keeps more than a bushy one of the same width, and elsewhere
+    the other way round; that is what the entropy can choose between even where width is all that costs.
+    """
+    calm = trace.entropy_nats < np.median(trace.entropy_nats)
+    halves = {"calm": _part(trace, calm), "unsure": _part(trace, ~calm)}
+    wanted = [(f"{name}{rows}", part, rows) for rows in args.rows for name, part in halves.items()]
+    wanted += [(f"tree{rows}", trace, rows) for rows in args.pooled_rows]
+    grown: list[Topology] = []
+    for name, part, rows in wanted:
+        topology = grow_topology(name, part, rows - 1, max_depth=depth, max_rank=args.top_k - 1)
+        if all(topology.rank_paths != other.rank_paths for other in grown):
+            grown.append(topology)
+    return grown
+
+
+def _part(trace: Trace, chosen: np.ndarray) -> Trace:
+    return Trace(trace.ranks[chosen], trace.entropy_nats[chosen], trace.text[chosen])
 
 
 def _costs(model: Model, draft: Draft, bank: Bank, args: argparse.Namespace) -> dict[str, Cost]:

@@ -35,8 +35,7 @@ constexpr int kLanes = 8;  // also where vectors are shorter: the compiler then 
 constexpr int kTileOuts = 3;
 constexpr int kTileRows = 4;
 constexpr int kSpins = 1 << 16;  // before the processor is given away
-constexpr Size kThreadBytes = 256 * 1024;  // of weights: less is not worth waking another thread for
-constexpr Size kChunkBytes = 256 * 1024;   // of weights: what a thread claims at a time, at most
+constexpr Size kGrainBytes = 256 * 1024;  // of weights: too few to wake another thread for, enough to claim at a time
 
 using Vector [[gnu::vector_size(4 * kLanes)]] = float;
 using Bits [[gnu::vector_size(4 * kLanes)]] = uint32_t;
@@ -48,7 +47,7 @@ inline Vector Load(const float* p) {
   return v;
 }
 
-// A bfloat16 is the upper half of the float32 of the same value: widening is exact.
+// A bfloat16 is the upper half of the float32 of equal value: widening is exact.
 inline Vector Load(const uint16_t* p) {
 #if defined(__AVX512F__)
   return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
@@ -72,13 +71,11 @@ inline Vector LoadPart(const T* p, Size n) {
   return Load(padded);
 }
 
-inline float SumLanes(const Vector& v) {
-  float lanes[kLanes];
-  std::memcpy(lanes, &v, sizeof v);
+inline float SumLanes(Vector v) {
   for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; i++) lanes[i] += lanes[i + half];
+    for (int i = 0; i < half; i++) v[i] += v[i + half];
   }
-  return lanes[0];
+  return v[0];
 }
 
 // Bytes that later work will read: fetched a little at every step of k, so that memory and arithmetic overlap.
@@ -142,7 +139,7 @@ void Band(const Problem<W>& p, Size o, bool more) {
   }
 }
 
-// Chunks of outputs that threads claim one by one. Shared ownership: a helper may start after the call has returned.
+// Chunks of outputs that threads claim one by one; shared, since a helper may start after the call has returned.
 struct Chunks {
   Size count, size;
   std::atomic<Size> next{0}, done{0};
@@ -163,9 +160,9 @@ void Work(Chunks& chunks, const Problem<W>& p) {
 template <typename W>
 ffi::Error Run(ffi::ThreadPool& pool, const Problem<W>& p) {
   const Size bytes = p.num_out * p.depth * Size{sizeof(W)};
-  const Size threads = std::clamp<Size>(bytes / kThreadBytes, 1, std::max<Size>(pool.num_threads(), 1));
+  const Size threads = std::clamp<Size>(bytes / kGrainBytes, 1, std::max<Size>(pool.num_threads(), 1));
+  const Size chunk_bytes = std::min(kGrainBytes, bytes / (4 * threads));  // four each, to share evenly
   auto chunks = std::make_shared<Chunks>();
-  const Size chunk_bytes = std::min(kChunkBytes, bytes / (4 * threads));  // four each, to share evenly
   chunks->size = (chunk_bytes / (kTileOuts * Size{sizeof(W)} * (p.depth + 1)) + 1) * kTileOuts;
   chunks->count = (p.num_out + chunks->size - 1) / chunks->size;
   for (Size i = 1; i < threads; i++) pool.Schedule([=] { Work(*chunks, p); });
@@ -185,13 +182,11 @@ ffi::Error SkinnyMatmul(ffi::ThreadPool pool, Matrix x, ffi::AnyBuffer w, ffi::R
   if (shape.size() != 2 || shape[0] != num_out || shape[1] != depth || y->dimensions()[0] != rows) {
     return ffi::Error::InvalidArgument("skinny matmul: x[T, K], w[O, K] and y[T, O] do not fit together");
   }
-  const auto run = [&](auto zero) {
-    using W = decltype(zero);
-    const W* weights = static_cast<const W*>(w.untyped_data());
-    return Run(pool, Problem<W>{x.typed_data(), weights, y->typed_data(), rows, depth, num_out});
-  };
-  if (w.element_type() == ffi::F32) return run(float{});
-  if (w.element_type() == ffi::BF16) return run(uint16_t{});
+  const float* xs = x.typed_data();
+  float* ys = y->typed_data();
+  const void* ws = w.untyped_data();
+  if (w.element_type() == ffi::F32) return Run<float>(pool, {xs, (const float*)ws, ys, rows, depth, num_out});
+  if (w.element_type() == ffi::BF16) return Run<uint16_t>(pool, {xs, (const uint16_t*)ws, ys, rows, depth, num_out});
   return ffi::Error::InvalidArgument("skinny matmul: w must be float32 or bfloat16");
 }
 
