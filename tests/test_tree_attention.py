@@ -28,7 +28,7 @@ def problem(seed, *, batch=1, tokens, heads=6, groups=3, dim=64, slots=40, lengt
     rng = np.random.default_rng(seed)
     new, old = (batch, groups, tokens, dim), (batch, groups, slots, dim)
     arrays = [normal(rng, batch, tokens, heads, dim), normal(rng, *new), normal(rng, *new)]
-    mask = np.stack([tree_mask([rng.integers(-1, i) for i in range(tokens)]) for _ in range(mask_batch)])
+    mask = np.stack([tree_mask([int(rng.integers(-1, i)) for i in range(tokens)]) for _ in range(mask_batch)])
     lengths = rng.integers(0, slots + 1, batch) if lengths is None else lengths
     return [*arrays, mask, normal(rng, *old), normal(rng, *old), np.asarray(lengths, np.int32)]
 

@@ -28,7 +28,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
-from entmtp_jax.backbone.precision import Linear
+from entmtp_jax.backbone.precision import Linear, linear_kernel
 from entmtp_jax.config import BackboneConfig
 from entmtp_jax.errors import UserError
 from entmtp_jax.heads.interface import Head, Shared
@@ -169,7 +169,7 @@ def load_head(
       linear: the matrix product.
 
     Returns:
-      The head and its parameters; matrices have the dtype of the backbone's, biases are float32.
+      The head and its parameters: matrices in the backbone's dtype or, with the CPU kernel, in bfloat16.
 
     Raises:
       UserError: heads of another backbone shape or of an unknown kind; a tensor that is missing, extra,
@@ -184,10 +184,15 @@ def _build_medusa(
     info: HeadInfo, tensors: dict[str, np.ndarray], shared: Shared, top_k: int, linear: Linear
 ) -> tuple[Head, Params]:
     draft_ids = tensors.pop(DRAFT_IDS, None)
+    # Drafts need no exact arithmetic: where the product takes bfloat16 weights as they are, half the bytes are read.
+    weights = jnp.bfloat16 if linear is linear_kernel else shared.output.dtype
     dtypes = {"bias": jnp.float32}
-    params = {name: jnp.asarray(value, dtypes.get(name, shared.output.dtype)) for name, value in tensors.items()}
+    params = {name: jnp.asarray(value, dtypes.get(name, weights)) for name, value in tensors.items()}
     head = build_medusa(info.shape, top_k=min(top_k, info.shape.num_scored), linear=linear)
-    return head, prepare_medusa(info.shape, params, draft_ids, shared)
+    prepared = prepare_medusa(info.shape, params, draft_ids, shared)
+    if "output" in prepared:
+        prepared["output"] = prepared["output"].astype(weights)
+    return head, prepared
 
 
 KINDS: dict[str, Callable[..., tuple[Head, Params]]] = {"medusa": _build_medusa}

@@ -6,7 +6,7 @@
     python scripts/bench.py --set gsm8k=gsm8k.jsonl --transformers
 
 Every contestant runs the same prompts with the same weights: plain decoding (a program of its own, the
-best we have), the bank restricted to narrow topologies, the whole bank, and single topologies on request.
+best we have), the entropy policy over the bank restricted to so many rows, and single topologies on request.
 Compilation is timed apart. --transformers compares plain decoding with Hugging Face's ``generate`` on the
 same weights as safetensors (extra ``test``). The last line of standard output is one JSON document.
 """
@@ -31,7 +31,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--model", default="smollm2-135m-instruct", help="known name, folder, .gguf file or hub id")
     add("--heads", default="medusa", help="medusa, lookup or a head folder (%(default)s)")
     add("--bank", metavar="FILE", help="bank of topologies (default: the shipped one)")
-    add("--narrow-rows", type=int, default=8, metavar="R", help="rows of the restricted bank (%(default)s)")
+    limits = "widest topologies of each entropy contestant (%(default)s)"
+    add("--row-limits", type=int, nargs="*", default=[8, 32], metavar="R", help=limits)
     add("--fixed", action="append", default=[], metavar="TOPOLOGY", help="also run one topology alone; repeatable")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the weights (%(default)s)")
     add("--capacity", type=int, default=512, help="cache slots per row; longer prompts are left out (%(default)s)")

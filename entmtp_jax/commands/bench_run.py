@@ -106,17 +106,11 @@ def _contestants(model: Model, arguments: argparse.Namespace) -> list[Contestant
         return make_policy(text, bank, dtype=arguments.dtype, batch=1, notify=_say)
 
     plain = Bank("plain", (autoregressive(),))
-    narrow = draft.bank.restrict(arguments.narrow_rows)
     made = [_contestant("plain", model, draft, plain, policy("ar", plain), arguments)]
-    made.append(
-        _contestant(
-            f"entropy, at most {arguments.narrow_rows} rows", model, draft, narrow, policy("entropy", narrow), arguments
-        )
-    )
-    if narrow.topologies != draft.bank.topologies:
-        made.append(
-            _contestant("entropy, whole bank", model, draft, draft.bank, policy("entropy", draft.bank), arguments)
-        )
+    for rows in arguments.row_limits:
+        bank = draft.bank.restrict(rows)
+        name = f"entropy, at most {rows} rows"
+        made.append(_contestant(name, model, draft, bank, policy("entropy", bank), arguments))
     for name in arguments.fixed:
         one = Bank(name, (draft.bank.topologies[draft.bank.index(name)],))
         made.append(_contestant(f"fixed {name}", model, draft, one, policy(f"fixed:{name}", one), arguments))
