@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from entmtp_jax.decode import DecodeConfig, Decoder, ModelParams, build_decoder
     from entmtp_jax.entropy import entropy_nats
     from entmtp_jax.errors import UserError
-    from entmtp_jax.generate import Chunk, Completion, Generation, compile_decoder, generate, stream
+    from entmtp_jax.generation import Chunk, Completion, Generation, compile_decoder, generate, stream
     from entmtp_jax.heads.interface import Head
     from entmtp_jax.heads.lookup import build_lookup
     from entmtp_jax.heads.medusa import MedusaConfig, build_medusa
@@ -30,12 +30,12 @@ _HOME = {
     "Backbone": "backbone.transformer",
     "BackboneConfig": "config",
     "Bank": "bank",
-    "Chunk": "generate",
-    "Completion": "generate",
+    "Chunk": "generation",
+    "Completion": "generation",
     "DecodeConfig": "decode",
     "Decoder": "decode",
     "Draft": "assemble",
-    "Generation": "generate",
+    "Generation": "generation",
     "Head": "heads.interface",
     "MedusaConfig": "heads.medusa",
     "Model": "assemble",
@@ -54,10 +54,10 @@ _HOME = {
     "build_medusa": "heads.medusa",
     "cache_folder": "hub",
     "chain": "topology",
-    "compile_decoder": "generate",
+    "compile_decoder": "generation",
     "entropy_nats": "entropy",
     "fixed": "scheduler",
-    "generate": "generate",
+    "generate": "generation",
     "hysteresis": "scheduler",
     "k_ary": "topology",
     "ladder": "scheduler",
@@ -66,7 +66,7 @@ _HOME = {
     "load_model": "assemble",
     "make_policy": "assemble",
     "save_bank": "bank",
-    "stream": "generate",
+    "stream": "generation",
 }
 
 __all__ = [

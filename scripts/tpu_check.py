@@ -9,8 +9,8 @@ then the whole loop: one ``while_loop`` around the switch over the bank, with fo
 and scanned layers, for one device. The loop must hold a conditional over the bank, no transfer to the host and
 no copy of the cache; the exit code is 1 if it does not.
 
-The compiler counts a scanned layer once, so flops and bytes are one layer's times the number of layers, plus the
-rest. Bytes accessed include traffic between a TPU's main and on-chip memory.
+The compiler counts a scanned layer once; so flops and bytes are those of one unrolled layer times the number of
+layers, plus the rest. Bytes accessed include traffic between a TPU's main and on-chip memory.
 """
 
 import argparse

@@ -7,7 +7,7 @@ import numpy as np
 
 from entmtp_jax.bank import Bank
 from entmtp_jax.decode import DecodeConfig, Decoder, ModelParams, build_decoder
-from entmtp_jax.generate import Generation, generate
+from entmtp_jax.generation import Generation, generate
 from entmtp_jax.heads.interface import Head
 from entmtp_jax.heads.lookup import build_lookup
 from entmtp_jax.heads.medusa import MedusaConfig, build_medusa

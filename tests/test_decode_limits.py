@@ -10,7 +10,7 @@ import pytest
 from entmtp_jax.bank import Bank
 from entmtp_jax.decode import DecodeConfig, ModelParams, build_decoder
 from entmtp_jax.errors import UserError
-from entmtp_jax.generate import generate, stream
+from entmtp_jax.generation import generate, stream
 from entmtp_jax.heads.lookup import build_lookup
 from entmtp_jax.heads.medusa import MedusaConfig, build_medusa
 from entmtp_jax.scheduler import fixed, force

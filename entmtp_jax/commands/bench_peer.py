@@ -17,7 +17,7 @@ from entmtp_jax.assemble import Model, load_draft, make_policy
 from entmtp_jax.bank import Bank
 from entmtp_jax.checkpoints.llama_names import tensors_from_params
 from entmtp_jax.decode import DecodeConfig, ModelParams, build_decoder
-from entmtp_jax.generate import compile_decoder, generate
+from entmtp_jax.generation import compile_decoder, generate
 from entmtp_jax.topology import autoregressive
 
 CAPACITY = 512

@@ -16,7 +16,7 @@ from entmtp_jax.assemble import Draft, Model, load_draft, load_model, make_polic
 from entmtp_jax.bank import Bank
 from entmtp_jax.decode import DecodeConfig, ModelParams, build_decoder
 from entmtp_jax.device import device_name
-from entmtp_jax.generate import compile_decoder
+from entmtp_jax.generation import compile_decoder
 from entmtp_jax.hub import cache_folder, enable_compile_cache
 from entmtp_jax.json_files import write_json
 from entmtp_jax.prompts import read_prompts

@@ -27,7 +27,7 @@ from entmtp_jax.decode import DecodeConfig, ModelParams, build_decoder
 from entmtp_jax.device import device_name
 from entmtp_jax.entropy import entropy_nats
 from entmtp_jax.errors import UserError
-from entmtp_jax.generate import compile_decoder
+from entmtp_jax.generation import compile_decoder
 from entmtp_jax.heads.interface import Proposal
 from entmtp_jax.hub import cache_folder, enable_compile_cache
 from entmtp_jax.report.measure import Cost, step_costs

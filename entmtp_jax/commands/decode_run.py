@@ -18,7 +18,7 @@ from entmtp_jax.commands.decode import CAPACITY_STEP
 from entmtp_jax.decode import DecodeConfig, Decoder, ModelParams, build_decoder
 from entmtp_jax.device import device_name
 from entmtp_jax.errors import UserError
-from entmtp_jax.generate import Completion, Generation, compile_decoder, generate, stream
+from entmtp_jax.generation import Completion, Generation, compile_decoder, generate, stream
 from entmtp_jax.hub import cache_folder, enable_compile_cache
 from entmtp_jax.json_files import write_json
 from entmtp_jax.prompts import Prompt

@@ -163,10 +163,10 @@ def compile_program(function: Any, arguments: Sequence[Any]) -> Program:
 
 
 def check_step(target: Target, topology: Topology) -> StepReport:
-    """Memory and cost of one step of scanned layers.
+    """Memory of one step of scanned layers, and its cost with every layer counted.
 
-    A scan's body is counted once, so it is told from the rest by programs of one and two unrolled layers:
-    ``rest = cost(1) - (cost(2) - cost(1))`` and ``cost = rest + L * (scanned - rest)``.
+    The compiler counts a scan's body once, so the cost comes from programs of one and two unrolled layers:
+    ``cost(1) + (L - 1) * (cost(2) - cost(1))``. Copies that only the scan makes show as temporaries.
     """
     program = target.step(topology)
     one, two = (
@@ -175,14 +175,10 @@ def check_step(target: Target, topology: Topology) -> StepReport:
         ).step(topology)
         for layers in (1, 2)
     )
-
-    def every_layer(scanned: float, one: float, two: float) -> float:
-        rest = 2 * one - two
-        return rest + target.config.num_layers * (scanned - rest)
-
+    more = target.config.num_layers - 1
     cost = Cost(
-        flops=every_layer(program.cost.flops, one.cost.flops, two.cost.flops),
-        bytes_accessed=every_layer(program.cost.bytes_accessed, one.cost.bytes_accessed, two.cost.bytes_accessed),
+        flops=one.cost.flops + more * (two.cost.flops - one.cost.flops),
+        bytes_accessed=one.cost.bytes_accessed + more * (two.cost.bytes_accessed - one.cost.bytes_accessed),
     )
     return StepReport(topology.name, topology.num_rows, topology.depth, program.memory, cost, program.compile_s)
 

@@ -14,7 +14,7 @@ from entmtp_jax.backbone.cache import KVCache, init_cache, write_rows
 from entmtp_jax.backbone.transformer import Backbone
 from entmtp_jax.bank import Bank
 from entmtp_jax.decode import Decoder, ModelParams
-from entmtp_jax.generate import Completion, generate
+from entmtp_jax.generation import Completion, generate
 from entmtp_jax.report.stats import repeated_3gram_ratio, steps_outside_loops
 from entmtp_jax.scheduler import Policy, fixed
 from entmtp_jax.state import Request

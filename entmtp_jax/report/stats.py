@@ -7,7 +7,7 @@ from typing import TypedDict
 import numpy as np
 
 from entmtp_jax.bank import Bank
-from entmtp_jax.generate import Completion
+from entmtp_jax.generation import Completion
 from entmtp_jax.scheduler import Signal
 
 

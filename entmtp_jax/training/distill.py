@@ -13,7 +13,7 @@ from entmtp_jax.backbone.transformer import Backbone
 from entmtp_jax.bank import bank_of
 from entmtp_jax.decode import DecodeConfig, ModelParams, build_decoder
 from entmtp_jax.errors import UserError
-from entmtp_jax.generate import Completion, generate
+from entmtp_jax.generation import Completion, generate
 from entmtp_jax.heads.lookup import build_lookup
 from entmtp_jax.scheduler import fixed
 from entmtp_jax.state import Request
