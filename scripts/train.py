@@ -43,7 +43,6 @@ from entmtp_jax.training.medusa_run import MedusaTraining, TrainedMedusa, token_
 from entmtp_jax.training.provenance import collect_provenance
 from entmtp_jax.types import Array
 
-MIN_TARGETS = 7  # so that up to seven heads can be trained from the same stored features
 FEATURE_SEED = 0  # of the order of the blocks; apart from --seed, so that runs share the features
 
 
@@ -99,7 +98,6 @@ def store_features(args: argparse.Namespace, source: Path, records: Records) -> 
             params,
             records,
             features_folder(args),
-            num_heads=max(MIN_TARGETS, args.num_heads),
             seed=FEATURE_SEED,
             fingerprint=mark,
             progress=progress,
@@ -169,7 +167,7 @@ def train(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     print(json.dumps({"draft_vocab_size": len(vocab.ids), "coverage_by_size": sweep}), flush=True)
 
     features = load_features(features_folder(args), args.feature_blocks)
-    examples = make_examples(features, held, vocab, num_heads=args.num_heads)
+    examples = make_examples(features, records, held, vocab, num_heads=args.num_heads)
     training = plan_training(args, config, vocab, len(examples.train))
     data = f"{mark}-{len(examples.columns)}"
     trained = run_training(args, training, examples, jnp.take(output, vocab.ids, axis=0), data)

@@ -24,6 +24,7 @@ from entmtp_jax.training.draft_vocab import (
     sweep_coverage,
     to_columns,
 )
+from entmtp_jax.training.examples import Examples
 from entmtp_jax.training.loop import batch_indices
 from entmtp_jax.training.medusa import (
     NUM_FREQUENT,
@@ -134,6 +135,13 @@ def test_sampling_all_rare_columns_is_the_full_softmax():
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), full_gradient, sampled_gradient)
 
 
+def measure(shape, params, hidden, columns, rows):
+    """Accuracies of all the examples."""
+    everything = np.arange(len(columns))
+    examples = Examples(hidden, everything, columns, train=everything[:0], held_out=everything)
+    return evaluate(build_target_ranks(shape), params, examples, everything, jnp.asarray(rows))
+
+
 def test_full_nll_picks_the_target():
     logits = jnp.log(jnp.asarray([[0.1, 0.2, 0.7], [0.5, 0.25, 0.25]]))
     np.testing.assert_allclose(full_nll(logits, jnp.asarray([2, 0])), [-math.log(0.7), math.log(2)], rtol=1e-5)
@@ -147,7 +155,7 @@ def test_fresh_heads_repeat_the_backbones_guess(own_output):
     params = init_params(shape, jnp.asarray(rows), 0)
     best = np.argmax(hidden @ rows.T, axis=1).astype(np.int32)
     columns = np.stack([best, best], axis=1)
-    result = evaluate(build_target_ranks(shape), params, hidden, columns, jnp.asarray(rows))
+    result = measure(shape, params, hidden, columns, rows)
     assert result.top1 == [1.0, 1.0] and result.greedy_chain == 2.0
 
 
@@ -180,9 +188,9 @@ def test_misses_count_as_wrong_and_ends_do_not_count():
 
 def test_evaluation_does_not_depend_on_its_chunks(monkeypatch):
     shape, params, hidden, rows, columns = random_problem(13, count=50)
-    whole = evaluate(build_target_ranks(shape), params, hidden, columns, jnp.asarray(rows))
+    whole = measure(shape, params, hidden, columns, rows)
     monkeypatch.setattr("entmtp_jax.training.accuracy.CHUNK", 7)
-    assert evaluate(build_target_ranks(shape), params, hidden, columns, jnp.asarray(rows)) == whole
+    assert measure(shape, params, hidden, columns, rows) == whole
     ranks = np.argsort(np.argsort(-numpy_logits(params, hidden, rows), axis=2), axis=2)
     picked = np.take_along_axis(ranks, np.maximum(columns, 0)[:, :, None], axis=2)[:, :, 0]
     right = (picked < 5) & (columns >= 0)

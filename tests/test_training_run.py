@@ -20,7 +20,13 @@ from entmtp_jax.training.accuracy import build_target_ranks, evaluate
 from entmtp_jax.training.data import from_sequences, load_records, save_records
 from entmtp_jax.training.draft_vocab import NO_COLUMN
 from entmtp_jax.training.examples import choose_draft_vocab, held_out_records, make_examples
-from entmtp_jax.training.features import NO_TARGET, extract_features, load_features
+from entmtp_jax.training.features import (
+    NO_TARGET,
+    draft_targets,
+    extract_features,
+    load_features,
+    response_positions,
+)
 from entmtp_jax.training.loop import LoopConfig, trim_log
 from entmtp_jax.training.medusa_run import MedusaTraining, sampled_columns, train_medusa
 from scripts import train as script
@@ -43,7 +49,7 @@ def cyclic_records(count=80, seed=0):
 
 def store(folder, records, **options):
     backbone, params = tiny_backbone()
-    options = {"num_heads": HEADS, "seed": 0, "fingerprint": "tiny", "progress": lambda *_: None} | options
+    options = {"seed": 0, "fingerprint": "tiny", "progress": lambda *_: None} | options
     extract_features(backbone, params, records, folder, **options)
     return load_features(folder)
 
@@ -60,7 +66,7 @@ def problem(stored, size=None):
     held = held_out_records(records, every=4)
     vocab = choose_draft_vocab(records, held, vocab_size=61, eos_ids=(60,), size=size or 10, coverage=None)
     _, params = tiny_backbone()
-    examples = make_examples(features, held, vocab, num_heads=HEADS)
+    examples = make_examples(features, records, held, vocab, num_heads=HEADS)
     return examples, jnp.asarray(output_matrix(params))[vocab.ids]
 
 
@@ -75,20 +81,28 @@ def run(folder, stored, settings, report=lambda line: None):
     return train_medusa(settings, examples, rows, folder=folder, data="tiny", report=report)
 
 
-def test_features_are_the_response_positions(stored):
+def test_features_hold_whole_records_in_order(stored):
     records, features = stored
+    assert len(features.record) == len(records.tokens)
+    for index in range(records.num_records):
+        assert features.position[features.record == index].tolist() == list(range(records.lengths[index]))
+
+
+def test_examples_are_the_response_positions(stored):
+    records, features = stored
+    chosen = response_positions(features, records)
+    targets = draft_targets(features, records, chosen, HEADS)
     seen = 0
     for index in range(records.num_records):
         text, prompt = records.record(index), int(records.prompt_length[index])
-        mine = features.targets[features.record == index]
         # From the position whose own next token begins the response to the last that still has a target.
         expected = [
             [text[t + 2 + k] if t + 2 + k < len(text) else NO_TARGET for k in range(HEADS)]
             for t in range(prompt - 1, len(text) - 2)
         ]
-        assert mine.tolist() == expected
+        assert targets[features.record[chosen] == index].tolist() == expected
         seen += len(expected)
-    assert seen == len(features.record)
+    assert seen == len(chosen)
 
 
 def test_hidden_states_are_those_of_the_backbone(stored):
@@ -96,8 +110,7 @@ def test_hidden_states_are_those_of_the_backbone(stored):
     _, params = tiny_backbone()
     output = np.asarray(output_matrix(params), np.float32)
     for index in (0, 5):
-        text, prompt = records.record(index), int(records.prompt_length[index])
-        expected = reference_logits(TINY_CONFIG, params, text)[prompt - 1 : len(text) - 2]
+        expected = reference_logits(TINY_CONFIG, params, records.record(index))
         got = features.hidden[features.record == index].astype(np.float32) @ output.T
         np.testing.assert_allclose(got, expected, atol=0.02 * np.abs(expected).max())  # stored as bfloat16
 
@@ -121,14 +134,9 @@ def test_feature_blocks_are_kept_and_belong_to_one_set(tmp_path, stored, monkeyp
         load_features(tmp_path)
 
 
-def test_no_features_and_too_few_targets_are_explained(tmp_path, stored):
+def test_no_features_are_explained(tmp_path):
     with pytest.raises(UserError, match="no feature blocks here"):
         load_features(tmp_path)
-    records, features = stored
-    held = held_out_records(records, every=4)
-    vocab = choose_draft_vocab(records, held, vocab_size=61, eos_ids=(), size=5, coverage=None)
-    with pytest.raises(UserError, match="hold 3 targets a position, 4 are needed"):
-        make_examples(features, held, vocab, num_heads=4)
 
 
 def test_answers_to_one_prompt_stay_together():
@@ -161,9 +169,7 @@ def test_head_i_learns_the_token_at_t_plus_2_plus_i(tmp_path, stored):
     records, features = stored
     examples, rows = problem(stored)
     learnt = examples.train
-    known = evaluate(
-        build_target_ranks(training().shape), trained.params, examples.hidden[learnt], examples.columns[learnt], rows
-    )
+    known = evaluate(build_target_ranks(training().shape), trained.params, examples, learnt, rows)
     assert known.top1 == [1.0] * HEADS
     # The same with the label shift written out: a head that learnt another offset would name another token.
     kernel, bias = (np.asarray(trained.params[name], np.float32) for name in ("kernel", "bias"))
@@ -171,7 +177,7 @@ def test_head_i_learns_the_token_at_t_plus_2_plus_i(tmp_path, stored):
     held = held_out_records(records, every=4)
     index = int(np.flatnonzero(~held)[0])
     text, prompt = records.record(index), int(records.prompt_length[index])
-    states = hidden[features.record == index]
+    states = hidden[features.record == index][prompt - 1 :]
     ids = choose_draft_vocab(records, held, vocab_size=61, eos_ids=(60,), size=10, coverage=None).ids
     for k in range(HEADS):
         z = states @ kernel[k, 0].T + bias[k, 0]
@@ -351,11 +357,12 @@ def test_heads_over_the_whole_vocabulary_keep_the_order_of_the_ids(tmp_path, mod
     shared = Shared(embedding=params["embed"]["embedding"], output=jnp.asarray(output_matrix(params)))
     head, head_params = load_head(tmp_path / "run" / "head", TINY_CONFIG, shared, top_k=5, linear=linear_highest)
     records, features = load_records(tmp_path / "data.npz"), load_features(tmp_path / "run" / "features")
-    chosen = np.flatnonzero(held_out_records(records)[features.record])
+    chosen = response_positions(features, records)
+    chosen = chosen[held_out_records(records)[features.record[chosen]]]
     hidden = jnp.asarray(features.hidden[chosen], jnp.float32)
     state = head.init_state(len(chosen), 1)._replace(normed=hidden)
     tokens = np.asarray(head.propose(head_params, shared, state, jnp.zeros(len(chosen), jnp.int32), 2).parts[0])
-    targets = features.targets[chosen, :2]
+    targets = draft_targets(features, records, chosen, 2)
     right = (tokens[:, :, 0] == targets).sum(axis=0) / (targets != NO_COLUMN).sum(axis=0)
     result = json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())["result"]
     assert result["held_out"]["top1"] == pytest.approx(right.tolist(), abs=0.02)

@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +37,7 @@ from entmtp_jax.state import Request
 from entmtp_jax.topology import Topology, autoregressive
 from entmtp_jax.training.data import load_records
 from entmtp_jax.training.examples import held_out_records
-from entmtp_jax.training.features import Features, load_features
+from entmtp_jax.training.features import draft_targets, load_features, response_positions
 from entmtp_jax.training.provenance import collect_provenance
 from entmtp_jax.types import Array, Float, Int, Params
 
@@ -79,7 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     depth = read_head_info(Path(args.heads)).shape.num_heads
     wide = Topology.from_paths("ranks", [(rank,) for rank in range(args.top_k)])
     draft = load_draft(model, args.heads, Bank("ranks", (wide,)), notify=_say)
-    trace = _trace(model, draft, _held_out(args), depth)
+    trace = _trace(model, draft, _held_out(args, depth), depth)
     topologies = _grow(trace, args, depth)
     bank = Bank(args.name, (autoregressive(), *topologies))
     costs = _costs(model, draft, bank, args)
@@ -94,16 +95,26 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _held_out(args: argparse.Namespace) -> Features:
-    held = held_out_records(load_records(args.data))
+class _Texts(NamedTuple):
+    """Held-out positions: ``hidden [n, D]``, ``targets [n, K]`` and ``record [n]``."""
+
+    hidden: Float[np.ndarray, "n D"]
+    targets: Int[np.ndarray, "n K"]
+    record: Int[np.ndarray, " n"]
+
+
+def _held_out(args: argparse.Namespace, depth: int) -> _Texts:
+    records = load_records(args.data)
     features = load_features(args.features)
-    chosen = np.flatnonzero(held[features.record])
+    chosen = response_positions(features, records)
+    chosen = chosen[held_out_records(records)[features.record[chosen]]]
     if not len(chosen):
         raise UserError(f"{args.features}: no held-out record among these features; store more blocks")
-    return Features(features.hidden[chosen], features.targets[chosen], features.record[chosen])
+    targets = draft_targets(features, records, chosen, depth)
+    return _Texts(features.hidden[chosen], targets, features.record[chosen])
 
 
-def _trace(model: Model, draft: Draft, features: Features, depth: int) -> Trace:
+def _trace(model: Model, draft: Draft, texts: _Texts, depth: int) -> Trace:
     """Ranks of the true tokens among the head's candidates, and entropies, position by position."""
 
     @jax.jit
@@ -118,16 +129,16 @@ def _trace(model: Model, draft: Draft, features: Features, depth: int) -> Trace:
         return jnp.where(hit.any(-1), jnp.argmax(hit, axis=-1), UNRANKED), entropies
 
     ranks, entropies = [], []
-    for start in range(0, len(features.hidden), POSITIONS_PER_PASS):
+    for start in range(0, len(texts.hidden), POSITIONS_PER_PASS):
         part = slice(start, start + POSITIONS_PER_PASS)
-        count = len(features.hidden[part])
-        hidden = np.zeros((POSITIONS_PER_PASS, features.hidden.shape[1]), np.float32)
-        targets = np.full((POSITIONS_PER_PASS, features.targets.shape[1]), -1, np.int32)
-        hidden[:count], targets[:count] = features.hidden[part], features.targets[part]
+        count = len(texts.hidden[part])
+        hidden = np.zeros((POSITIONS_PER_PASS, texts.hidden.shape[1]), np.float32)
+        targets = np.full((POSITIONS_PER_PASS, texts.targets.shape[1]), -1, np.int32)
+        hidden[:count], targets[:count] = texts.hidden[part], texts.targets[part]
         rank, entropy = one_pass(model.params, draft.params, jnp.asarray(hidden), jnp.asarray(targets))
         ranks.append(np.asarray(rank)[:count])
         entropies.append(np.asarray(entropy)[:count])
-    return Trace(np.concatenate(ranks), np.concatenate(entropies), features.record)
+    return Trace(np.concatenate(ranks), np.concatenate(entropies), texts.record)
 
 
 def _grow(trace: Trace, args: argparse.Namespace, depth: int) -> list[Topology]:

@@ -9,6 +9,7 @@ import numpy as np
 
 from entmtp_jax.heads.medusa import MedusaConfig
 from entmtp_jax.training.draft_vocab import NO_COLUMN
+from entmtp_jax.training.examples import Examples
 from entmtp_jax.training.medusa import Batch, build_scores
 from entmtp_jax.types import Array, Float, Int, Params
 
@@ -56,28 +57,24 @@ def build_target_ranks(config: MedusaConfig) -> Callable[[Params, Batch, Array],
 def evaluate(
     target_ranks: Callable[[Params, Batch, Array], Array],
     params: Params,
-    hidden: Float[np.ndarray, "n D"],
-    columns: Int[np.ndarray, "n K"],
+    examples: Examples,
+    chosen: Int[np.ndarray, " m"],
     rows: Float[Array, "X D"],
 ) -> Accuracies:
-    """Accuracies on held-out positions; a token outside the draft vocabulary counts as wrong.
+    """Accuracies on chosen examples; a token outside the draft vocabulary counts as wrong.
 
     Args:
       target_ranks: from ``build_target_ranks``.
       params: of ``MedusaBlocks``.
-      hidden: of all held-out positions.
-      columns: their targets.
+      examples: stored positions and their targets.
+      chosen: indices of the examples to use.
       rows: output rows of the scored ids.
     """
-    count, padding = len(columns), -len(columns) % CHUNK
-    hidden = np.concatenate([hidden, np.zeros((padding, hidden.shape[1]), hidden.dtype)])
-    padded = np.concatenate([columns, np.full((padding, columns.shape[1]), NO_COLUMN, np.int32)])
-    ranks = []
-    for start in range(0, len(padded), CHUNK):
-        chunk = slice(start, start + CHUNK)
-        batch = Batch(jnp.asarray(hidden[chunk]), jnp.asarray(padded[chunk]))
-        ranks.append(np.asarray(target_ranks(params, batch, rows)))
-    return accuracies(np.concatenate(ranks)[:count], columns != NO_COLUMN)
+    count = len(chosen)
+    padded = np.pad(chosen, (0, -count % CHUNK))  # one compiled shape; the padding's ranks are cut off
+    parts = [padded[start : start + CHUNK] for start in range(0, len(padded), CHUNK)]
+    ranks = [np.asarray(target_ranks(params, examples.batch(part), rows)) for part in parts]
+    return accuracies(np.concatenate(ranks)[:count], examples.columns[chosen] != NO_COLUMN)
 
 
 def accuracies(ranks: np.ndarray, exists: np.ndarray) -> Accuracies:

@@ -20,7 +20,7 @@ from entmtp_jax.training.draft_vocab import (
     sweep_coverage,
     to_columns,
 )
-from entmtp_jax.training.features import Features
+from entmtp_jax.training.features import Features, draft_targets, response_positions
 from entmtp_jax.training.medusa import Batch
 
 HELD_OUT_EVERY = 20
@@ -44,20 +44,22 @@ class Examples(NamedTuple):
     """Stored positions and who may see them.
 
     Attributes:
-      hidden: ``[n, D]`` bfloat16.
+      hidden: ``[all, D]`` bfloat16 hidden states, those of prompts too.
+      positions: ``[n]`` which of them are examples.
       columns: ``[n, K]`` int32 targets; see ``draft_vocab.to_columns``.
-      train: indices of the positions to learn from.
-      held_out: indices of the positions to examine with.
+      train: indices of the examples to learn from.
+      held_out: indices of the examples to examine with.
     """
 
     hidden: np.ndarray
+    positions: np.ndarray
     columns: np.ndarray
     train: np.ndarray
     held_out: np.ndarray
 
     def batch(self, indices: np.ndarray) -> Batch:
-        """The positions at ``indices``."""
-        return Batch(jnp.asarray(self.hidden[indices]), jnp.asarray(self.columns[indices]))
+        """The examples at ``indices``."""
+        return Batch(jnp.asarray(self.hidden[self.positions[indices]]), jnp.asarray(self.columns[indices]))
 
     def held_out_misses(self) -> list[float]:
         """Per head, the share of the held-out targets that are not in the draft vocabulary."""
@@ -118,21 +120,24 @@ def choose_draft_vocab(
     return DraftVocab(ids=ranked[: size or vocab_size], is_whole=size in (0, vocab_size), sweep=sweep)
 
 
-def make_examples(features: Features, held: np.ndarray, vocab: DraftVocab, *, num_heads: int) -> Examples:
+def make_examples(
+    features: Features, records: Records, held: np.ndarray, vocab: DraftVocab, *, num_heads: int
+) -> Examples:
     """Stored features as examples for heads over a draft vocabulary.
 
     Args:
-      features: all positions, with at least ``num_heads`` targets each.
+      features: all positions.
+      records: what they were computed from.
       held: ``[records]`` which records are held out.
       vocab: the scored ids.
       num_heads: K.
     """
-    if features.targets.shape[1] < num_heads:
-        raise UserError(f"the features hold {features.targets.shape[1]} targets a position, {num_heads} are needed")
-    is_held = held[features.record]
+    chosen = response_positions(features, records)
+    is_held = held[features.record[chosen]]
     return Examples(
         hidden=features.hidden,
-        columns=to_columns(features.targets[:, :num_heads], vocab.ids),
+        positions=chosen,
+        columns=to_columns(draft_targets(features, records, chosen, num_heads), vocab.ids),
         train=np.flatnonzero(~is_held),
         held_out=np.flatnonzero(is_held),
     )

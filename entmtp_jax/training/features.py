@@ -1,11 +1,11 @@
 """Hidden states of a frozen backbone over records, computed once and kept on disk.
 
-Training heads on a frozen backbone needs only its final hidden state at every response position, so
-the backbone runs once over the data, not once per epoch. Blocks of batches are written to their own
-files; a killed run goes on at the first missing block.
+Training heads on a frozen backbone needs only its final hidden states, so the backbone runs once over the
+data, not once per epoch. Prompts are stored with the responses: a head with a memory of its own reads them.
+Blocks of batches are written to their own files; a killed run goes on at the first missing block.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,17 +31,38 @@ HEADER_FILE = "features.json"
 
 
 class Features(NamedTuple):
-    """Training examples of one set of records, position by position.
+    """What a frozen backbone makes of whole records, position by position.
 
     Attributes:
-      hidden: ``[n, D]`` bfloat16 final normed hidden state of a position t.
-      targets: ``[n, K]`` int32 tokens at t+2 .. t+1+K; ``NO_TARGET`` past the end of the record.
+      hidden: ``[n, D]`` bfloat16 final normed hidden states.
       record: ``[n]`` int32 index of the record that the position belongs to.
+      position: ``[n]`` int32 place in that record, 0-based; a record's positions are consecutive and complete.
     """
 
     hidden: np.ndarray
-    targets: np.ndarray
     record: np.ndarray
+    position: np.ndarray
+
+
+def response_positions(features: Features, records: Records) -> Int[np.ndarray, " m"]:
+    """Indices of the positions whose own next token is of the response and that have one more token after it.
+
+    Example: a record of 6 tokens, 2 of them the prompt: positions 1, 2 and 3; at position 4 there is nothing
+    left to draft.
+    """
+    first = np.maximum(records.prompt_length[features.record] - 1, 0)
+    return np.flatnonzero((features.position >= first) & (features.position < records.lengths[features.record] - 2))
+
+
+def draft_targets(
+    features: Features, records: Records, positions: Int[np.ndarray, " m"], num_heads: int
+) -> Int[np.ndarray, "m K"]:
+    """int32 tokens at t+2 .. t+1+K of the positions at these indices; ``NO_TARGET`` past the end of the record."""
+    record = features.record[positions]
+    place = features.position[positions][:, None] + 2 + np.arange(num_heads)
+    inside = place < records.lengths[record][:, None]
+    index = np.where(inside, records.offsets[record][:, None] + place, 0)
+    return np.where(inside, records.tokens[index], NO_TARGET).astype(np.int32)
 
 
 def plan_batches(records: Records, *, seed: int) -> list[np.ndarray]:
@@ -62,7 +83,6 @@ def extract_features(
     records: Records,
     folder: Path,
     *,
-    num_heads: int,
     seed: int,
     fingerprint: str,
     progress: Callable[[int, int], None],
@@ -75,7 +95,6 @@ def extract_features(
       params: its parameters.
       records: token sequences.
       folder: where the blocks go.
-      num_heads: K, targets per position.
       seed: order of the batches.
       fingerprint: says which weights and records these are; a folder made from others is refused.
       progress: called with (blocks done, blocks in all).
@@ -87,7 +106,7 @@ def extract_features(
     folder.mkdir(parents=True, exist_ok=True)
     check_settings(
         folder / HEADER_FILE,
-        {"fingerprint": fingerprint, "num_heads": num_heads, "seed": seed, "records": records.num_records},
+        {"fingerprint": fingerprint, "whole_records": True, "seed": seed, "records": records.num_records},
     )
 
     @jax.jit
@@ -103,7 +122,7 @@ def extract_features(
     for index, block in enumerate(blocks):
         file = _block_file(folder, index)
         if not file.exists():
-            parts = [_batch_features(hidden_states, params, records, batch, num_heads) for batch in block]
+            parts = [_batch_features(hidden_states, params, records, batch) for batch in block]
             _save_block(file, Features(*(np.concatenate(field) for field in zip(*parts, strict=True))))
         progress(index + 1, len(blocks))
 
@@ -127,7 +146,7 @@ def load_features(folder: Path, max_blocks: int | None = None) -> Features:
 
 
 def _batch_features(
-    hidden_states: Callable[[Params, Array], Array], params: Params, records: Records, batch: np.ndarray, num_heads: int
+    hidden_states: Callable[[Params, Array], Array], params: Params, records: Records, batch: np.ndarray
 ) -> Features:
     length = int(-(-records.lengths[batch].max() // LENGTH_STEP) * LENGTH_STEP)
     size = max(1, BATCH_TOKENS // length)  # short last batches are padded, not compiled anew
@@ -135,18 +154,12 @@ def _batch_features(
     for row, index in enumerate(batch):
         tokens[row, : records.lengths[index]] = records.record(index)
     hidden = np.asarray(hidden_states(params, jnp.asarray(tokens)).astype(jnp.bfloat16))
-    examples = _examples(hidden, records, batch, num_heads)
-    return Features(*(np.concatenate(field) for field in zip(*examples, strict=True)))
-
-
-def _examples(hidden: np.ndarray, records: Records, batch: np.ndarray, num_heads: int) -> Iterator[Features]:
-    for row, index in enumerate(batch):
-        # Positions whose own next token is the response's first up to the last with a target for head 0.
-        start, length = int(records.prompt_length[index]) - 1, int(records.lengths[index])
-        positions = np.arange(max(start, 0), max(length - 2, 0))
-        padded = np.concatenate([records.record(index), np.full(num_heads, NO_TARGET, np.int32)])
-        targets = padded[positions[:, None] + 2 + np.arange(num_heads)]
-        yield Features(hidden=hidden[row, positions], targets=targets, record=np.full(len(positions), index, np.int32))
+    lengths = records.lengths[batch]
+    return Features(
+        hidden=np.concatenate([row[:count] for row, count in zip(hidden, lengths, strict=False)]),
+        record=np.repeat(batch, lengths).astype(np.int32),
+        position=np.concatenate([np.arange(count, dtype=np.int32) for count in lengths]),
+    )
 
 
 def _block_file(folder: Path, index: int) -> Path:

@@ -93,7 +93,7 @@ def train_medusa(
     interim = np.sort(sample)
 
     def measure(params: Params, positions: np.ndarray) -> Accuracies:
-        return evaluate(target_ranks, params, examples.hidden[positions], examples.columns[positions], rows)
+        return evaluate(target_ranks, params, examples, positions, rows)
 
     def update(state: TrainState, step: int) -> tuple[TrainState, Measures]:
         count = len(examples.train)
