@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
+DEFAULT_MODEL = "smollm2-135m-instruct"  # the backbone whose heads and banks are shipped
+
 _PACKAGE = Path(__file__).resolve().parent
 
 

@@ -15,12 +15,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple, TypeAlias, cast
 
+from entmtp_jax.assets import DEFAULT_MODEL
 from entmtp_jax.checkpoints.fingerprint import fingerprint
 from entmtp_jax.checkpoints.huggingface import weight_files
 from entmtp_jax.errors import UserError
 
 CACHE_VARIABLE = "ENTMTP_CACHE"
-DEFAULT_MODEL = "smollm2-135m-instruct"
 LOCAL_ADVICE = "a local Hugging Face folder or .gguf file always works"
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 RAW_PROGRESS = re.compile(r"Progress (\d+) of (\d+)")

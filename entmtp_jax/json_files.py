@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from entmtp_jax.errors import UserError
+from entmtp_jax.whole_files import replacing
 
 
 def _is_integer(value: Any) -> bool:
@@ -114,16 +114,8 @@ def write_json(path: Path, data: Any) -> None:
     indented = json.dumps(data, indent=2, allow_nan=False)
     # A raw newline cannot occur inside a JSON string, so the pattern never matches within one.
     text = re.sub(r"\[\n[^\[\]{}]*\n\s*\]", _on_one_line, indented)
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            unfinished.write_text(text + "\n", encoding="utf-8")
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; choose a writable path") from None
+    with replacing(path) as unfinished:
+        unfinished.write_text(text + "\n", encoding="utf-8")
 
 
 def _on_one_line(found: re.Match[str]) -> str:

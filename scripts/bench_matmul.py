@@ -125,13 +125,13 @@ def main(argv: list[str] | None = None) -> int:
 
     start = time.perf_counter()
     try:
-        built = skinny_matmul.build(cache_folder(args.cache_dir))
+        built = skinny_matmul.KERNEL.build(cache_folder(args.cache_dir))
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
     build_s = round(time.perf_counter() - start, 2)
     if not built:
-        print(f"no kernel on this machine: {skinny_matmul.reason()}", file=sys.stderr)
+        print(f"no kernel on this machine: {skinny_matmul.KERNEL.reason}", file=sys.stderr)
     names = [name for name in VARIANTS if built or name.startswith("xla")]
     full = random_weights(args.layers, seed=0)
     weights = {"float32": full, "bfloat16": [w.astype(jnp.bfloat16) for w in full]}

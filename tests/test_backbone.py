@@ -11,23 +11,14 @@ from entmtp_jax.backbone.attention import causal_mask
 from entmtp_jax.backbone.cache import init_cache, write_rows
 from entmtp_jax.backbone.precision import linear_bfloat16_two_rows, linear_highest
 from entmtp_jax.backbone.transformer import build_backbone, stack_layers
-from entmtp_jax.checkpoints import load_backbone
+from entmtp_jax.checkpoints import load_backbone, save_backbone
 from entmtp_jax.config import BackboneConfig, RopeScaling
 from entmtp_jax.errors import UserError
 from entmtp_jax.testing.reference import reference_logits
 from entmtp_jax.testing.tiny import TINY_CONFIG, tiny_backbone
+from tests.decoding import logits_of
 
 TOKENS = np.random.default_rng(0).integers(0, 61, (2, 40))
-
-
-def logits_of(backbone, params, tokens):
-    """Logits of one pass over whole texts with an empty cache."""
-    batch, length = tokens.shape
-    cache = init_cache(backbone.config, batch=batch, slots=1, dtype=jnp.float32)
-    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-    zeros = jnp.zeros(batch, jnp.int32)
-    out = backbone.forward(params, jnp.asarray(tokens), positions, causal_mask(length), cache, zeros)
-    return np.asarray(backbone.unembed(params, out.normed))
 
 
 def small_llama(**changes):
@@ -175,31 +166,13 @@ def test_the_config_survives_json():
 @pytest.mark.model
 def test_the_default_model_agrees_with_transformers(tmp_path):
     """The GGUF's weights, dequantised and written as a Hugging Face folder, give transformers the same logits."""
-    import json
-
     import torch
-    from safetensors.numpy import save_file
     from transformers import AutoModelForCausalLM
 
-    from entmtp_jax.checkpoints import tensors_from_params
     from entmtp_jax.hub import DEFAULT_MODEL, cache_folder, resolve_model
 
     config, params = load_backbone(resolve_model(DEFAULT_MODEL, cache_folder()), "float32")
-    save_file(tensors_from_params(config, params), tmp_path / "model.safetensors")
-    described = {
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "rope_theta": config.rope_theta,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "max_position_embeddings": config.max_positions,
-    }
-    (tmp_path / "config.json").write_text(json.dumps(described))
+    save_backbone(tmp_path, config, params)
     peer = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).eval()
     tokens = np.random.default_rng(0).integers(0, config.vocab_size, (1, 64))
     with torch.no_grad():

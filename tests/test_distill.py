@@ -3,13 +3,14 @@ import json
 import numpy as np
 import pytest
 
+from entmtp_jax.cli import run_main
+from entmtp_jax.commands.distill import main
 from entmtp_jax.errors import UserError
 from entmtp_jax.testing.reference import reference_decode
 from entmtp_jax.testing.tiny import TINY_CONFIG, tiny_backbone
 from entmtp_jax.training.data import load_records, read_ids
 from entmtp_jax.training.distill import DistillConfig, Question, distill, plan_batches
-from scripts import distill as script
-from tests.model_folder import EOS, write_tiny_model
+from tests.model_folder import EOS
 
 NEW = 6
 CONFIG = DistillConfig(eos_ids=(EOS,), max_new_tokens=NEW, batch=2, chunk=4)
@@ -100,15 +101,10 @@ def test_broken_weights_are_noticed(tmp_path):
     assert not list(tmp_path.glob("*.npz"))
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 @pytest.fixture
 def keep_compile_cache(monkeypatch):
-    """The script would move the whole process to its own cache of compiled programs."""
-    monkeypatch.setattr(script, "enable_compile_cache", lambda cache: None)
+    """The command would move the whole process to its own cache of compiled programs."""
+    monkeypatch.setattr("entmtp_jax.commands.distill_run.enable_compile_cache", lambda cache: None)
 
 
 def write_prompts(path, questions):
@@ -117,26 +113,26 @@ def write_prompts(path, questions):
 
 
 @pytest.mark.usefixtures("keep_compile_cache")
-def test_the_script_answers_a_file(tmp_path, model, capsys):
+def test_the_command_answers_a_file(tmp_path, tiny_model, capsys):
     prompts = tmp_path / "prompts.jsonl"
     write_prompts(prompts, [*QUESTIONS, Question("too long", [1] * 9)])
-    arguments = ["--model", str(model), "--prompts", str(prompts), "--out", str(tmp_path / "out")]
+    arguments = ["--model", str(tiny_model), "--prompts", str(prompts), "--out", str(tmp_path / "out")]
     arguments += ["--max-new-tokens", str(NEW), "--max-prompt-tokens", "8", "--batch-size", "2"]
     arguments += ["--cache-dir", str(tmp_path / "cache")]
-    assert script.main(arguments) == 0
+    assert main(arguments) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines[-1] == {"answered_now": 5, "answered": 5, "too_long": 1}
     assert answers(tmp_path / "out") == expected()
-    assert script.main(arguments) == 0
+    assert main(arguments) == 0
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["answered_now"] == 0
 
 
 @pytest.mark.usefixtures("keep_compile_cache")
-def test_the_script_explains_bad_input_in_one_line(tmp_path, model, capsys):
+def test_the_command_explains_bad_input_in_one_line(tmp_path, tiny_model, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"id": "a"}\n')
-    arguments = ["--model", str(model), "--prompts", str(prompts), "--out", str(tmp_path / "out")]
-    assert script.main([*arguments, "--cache-dir", str(tmp_path / "cache")]) == 2
+    arguments = ["--model", str(tiny_model), "--prompts", str(prompts), "--out", str(tmp_path / "out")]
+    assert run_main(lambda: main([*arguments, "--cache-dir", str(tmp_path / "cache")])) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {prompts}, line 1: key 'prompt' is missing") and error.count("\n") == 1
     assert not (tmp_path / "out").exists()

@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 def kernel_cache(tmp_path_factory) -> Path:
     """A folder with the compiled kernel, which is also registered in this process."""
     cache = tmp_path_factory.mktemp("kernel")
-    if not skinny_matmul.build(cache):
-        pytest.skip(f"no kernel here: {skinny_matmul.reason()}")
+    if not skinny_matmul.KERNEL.build(cache):
+        pytest.skip(f"no kernel here: {skinny_matmul.KERNEL.reason}")
     return cache
 
 
@@ -189,7 +189,7 @@ def test_programs_in_several_threads(linear):
 
 
 MANY_CALLS = """
-assert skinny_matmul.build(cache)
+assert skinny_matmul.KERNEL.build(cache)
 w = jnp.asarray(np.random.default_rng(0).integers(-4, 5, (2000, 300)), jnp.float32)
 run = jax.jit(lambda x, w: [skinny_matmul.linear(x + i, w) for i in range(8)])
 for device in jax.devices():
@@ -216,7 +216,7 @@ def test_persistent_compilation_cache_serves_a_second_process(kernel_cache, tmp_
 import jax.monitoring
 hits = []
 jax.monitoring.register_event_listener(lambda event, **_: hits.append(event.endswith("/cache_hits")))
-assert skinny_matmul.build(cache)
+assert skinny_matmul.KERNEL.build(cache)
 y = jax.jit(skinny_matmul.linear)(jnp.ones((2, 9)), jnp.arange(27.0).reshape(3, 9))
 print(y.tolist(), any(hits))
 """
@@ -231,7 +231,10 @@ print(y.tolist(), any(hits))
 
 
 def test_processes_may_build_at_once(kernel_cache, tmp_path):
-    code = "assert skinny_matmul.build(cache) and skinny_matmul.build(cache)\nprint(len(list(cache.iterdir())))"
+    code = """
+assert skinny_matmul.KERNEL.build(cache) and skinny_matmul.KERNEL.build(cache)
+print(len(list(cache.iterdir())))
+"""
     printed = []
     threads = [threading.Thread(target=lambda: printed.append(python(code, tmp_path / "new"))) for _ in range(2)]
     for thread in threads:
@@ -242,7 +245,7 @@ def test_processes_may_build_at_once(kernel_cache, tmp_path):
     assert [path.suffix for path in (tmp_path / "new").iterdir()] == [".so"]  # nothing half-written stays behind
 
 
-REPORT = "built = skinny_matmul.build(cache)\nprint(built, skinny_matmul.reason())"
+REPORT = "built = skinny_matmul.KERNEL.build(cache)\nprint(built, skinny_matmul.KERNEL.reason)"
 
 
 def test_without_a_compiler(tmp_path):
@@ -283,7 +286,7 @@ def test_other_dtypes_are_refused(linear):
 
 def test_shapes_that_do_not_fit_are_refused(kernel_cache):
     """By the native code too: a wrong shape there would read beyond an array."""
-    call = jax.ffi.ffi_call(skinny_matmul.TARGET, jax.ShapeDtypeStruct((1, 3), jnp.float32))
+    call = jax.ffi.ffi_call(skinny_matmul.KERNEL.target, jax.ShapeDtypeStruct((1, 3), jnp.float32))
     with pytest.raises(jax.errors.JaxRuntimeError, match="do not fit together"):
         jax.block_until_ready(call(jnp.ones((1, 2)), jnp.ones((3, 4))))
 

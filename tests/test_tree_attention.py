@@ -14,8 +14,8 @@ from entmtp_jax.kernels import tree_attention
 @pytest.fixture(scope="session")
 def attend(tmp_path_factory):
     cache = tmp_path_factory.mktemp("attention_kernel")
-    if not tree_attention.build(cache):
-        pytest.skip(f"no kernel here: {tree_attention.reason()}")
+    if not tree_attention.KERNEL.build(cache):
+        pytest.skip(f"no kernel here: {tree_attention.KERNEL.reason}")
     return lambda *arguments: tree_attention.attend(*map(jnp.asarray, arguments))
 
 
@@ -234,12 +234,12 @@ def test_shapes_that_do_not_fit_are_refused(attend, index):
     arguments[index] = np.concatenate([arguments[index]] * 2)[: 3 if index == 3 else 1]
     if index == 3:
         arguments[3] = arguments[3][:, :2]
-    call = jax.ffi.ffi_call(tree_attention.TARGET, jax.ShapeDtypeStruct(arguments[0].shape, jnp.float32))
+    call = jax.ffi.ffi_call(tree_attention.KERNEL.target, jax.ShapeDtypeStruct(arguments[0].shape, jnp.float32))
     with pytest.raises(jax.errors.JaxRuntimeError, match="do not fit together"):
         jax.block_until_ready(call(*arguments))
 
 
 def test_choice_on_a_cpu_is_the_kernel_and_without_a_compiler_xla(attend, tmp_path, monkeypatch):
     assert choose_attend(tmp_path) is tree_attention.attend
-    monkeypatch.setattr(tree_attention, "build", lambda cache: False)
+    monkeypatch.setattr(tree_attention.KERNEL, "build", lambda cache: False)
     assert choose_attend(tmp_path) is two_part_attention

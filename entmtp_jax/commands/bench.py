@@ -15,21 +15,22 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from entmtp_jax.assets import DEFAULT_MODEL
 from entmtp_jax.errors import UserError
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(prog: str = "bench.py") -> argparse.ArgumentParser:
     """All flags."""
     parser = argparse.ArgumentParser(
-        prog="bench.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--set", action="append", default=[], metavar="NAME=FILE.jsonl", help="a set of prompts; may be repeated")
     add("--prompts-per-set", type=int, default=20, metavar="N", help="the first N of each set (%(default)s)")
     add("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (%(default)s)")
     add("--repeats", type=int, default=1, help="times that every prompt is decoded by everyone (%(default)s)")
-    add("--model", default="smollm2-135m-instruct", help="known name, folder, .gguf file or hub id")
-    add("--heads", default="medusa", help="medusa, lookup or a head folder (%(default)s)")
+    add("--model", default=DEFAULT_MODEL, help="known name, folder, .gguf file or hub id")
+    add("--heads", default="medusa", help="medusa, hydra, mtp, lookup, hybrid or a head folder (%(default)s)")
     add("--bank", metavar="FILE", help="bank of topologies (default: the shipped one)")
     limits = "widest topologies of each entropy contestant (%(default)s)"
     add("--row-limits", type=int, nargs="*", default=[8, 32], metavar="R", help=limits)
@@ -44,9 +45,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "bench.py") -> int:
     """Parses, measures, prints tables."""
-    arguments = build_parser().parse_args(argv)
+    arguments = build_parser(prog).parse_args(argv)
     if not arguments.costs and not arguments.set:
         raise UserError("no prompts; give at least one --set NAME=FILE.jsonl, or --costs")
     for entry in arguments.set:

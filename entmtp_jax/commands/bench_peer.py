@@ -1,50 +1,23 @@
 """Plain decoding against Hugging Face's ``generate`` on the same weights, written as safetensors first."""
 
-import json
 import shutil
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import jax
 import numpy as np
-from safetensors.numpy import save_file
 
 from entmtp_jax.assemble import Model, load_draft, make_policy
 from entmtp_jax.bank import Bank
-from entmtp_jax.checkpoints.llama_names import tensors_from_params
+from entmtp_jax.checkpoints import save_backbone
 from entmtp_jax.decode import DecodeConfig, ModelParams, build_decoder
 from entmtp_jax.generation import compile_decoder, generate
 from entmtp_jax.topology import autoregressive
 
 CAPACITY = 512
-
-
-def write_folder(model: Model, folder: Path) -> None:
-    """The model's weights as a Hugging Face folder."""
-    config = model.config
-    save_file(tensors_from_params(config, jax.tree.map(np.asarray, model.params)), folder / "model.safetensors")
-    described = {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "rope_theta": config.rope_theta,
-        "rms_norm_eps": config.norm_eps,
-        "tie_word_embeddings": config.tie_embeddings,
-        "max_position_embeddings": config.max_positions,
-        "eos_token_id": list(config.eos_ids),
-        "bos_token_id": config.bos_id,
-    }
-    (folder / "config.json").write_text(json.dumps(described), encoding="utf-8")
 
 
 def compare_with_transformers(
@@ -56,8 +29,9 @@ def compare_with_transformers(
 
     folder = Path(tempfile.mkdtemp(dir=cache))
     try:
-        write_folder(model, folder)
-        peer = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, model.dtype)).eval()
+        save_backbone(folder, model.config, model.params)
+        loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, model.dtype)).eval()
+        peer = cast(Any, loaded)  # its declared type has no generate
     finally:
         shutil.rmtree(folder)
     draft = load_draft(model, "lookup", None, notify=say)

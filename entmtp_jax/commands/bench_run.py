@@ -3,7 +3,6 @@
 import argparse
 import dataclasses
 import json
-import sys
 import time
 from collections.abc import Sequence
 from importlib import metadata
@@ -14,20 +13,27 @@ import jax
 
 from entmtp_jax.assemble import Draft, Model, load_draft, load_model, make_policy
 from entmtp_jax.bank import Bank
+from entmtp_jax.cli import notify
 from entmtp_jax.decode import DecodeConfig, ModelParams, build_decoder
 from entmtp_jax.device import device_name
 from entmtp_jax.generation import compile_decoder
 from entmtp_jax.hub import cache_folder, enable_compile_cache
 from entmtp_jax.json_files import write_json
 from entmtp_jax.prompts import read_prompts
-from entmtp_jax.report.measure import Contestant, Run, Summary, flips_function, interleave, step_costs, summarise
+from entmtp_jax.report.measure import (
+    COST_PROMPT,
+    Contestant,
+    Run,
+    Summary,
+    flips_function,
+    interleave,
+    step_costs,
+    summarise,
+)
 from entmtp_jax.report.parity import EXCUSED_MARGIN, compare, margin_function
 from entmtp_jax.scheduler import Policy
 from entmtp_jax.state import Request
 from entmtp_jax.topology import autoregressive
-
-COST_PROMPT = "Explain in a few sentences how a bicycle stays upright."
-COST_REPEATS = 5
 
 
 class PromptSet(NamedTuple):
@@ -42,16 +48,16 @@ def run(arguments: argparse.Namespace) -> int:
     """Measures what the flags ask for."""
     cache = cache_folder(arguments.cache_dir)
     enable_compile_cache(cache)
-    model = load_model(arguments.model, dtype=arguments.dtype, cache=cache, notify=_say)
+    model = load_model(arguments.model, dtype=arguments.dtype, cache=cache, notify=notify)
     sets = [_read_set(entry, arguments, model) for entry in arguments.set]
-    _say(
+    notify(
         f"{device_name()}; jax {jax.__version__}; {model.name} {model.dtype}, arithmetic {model.arithmetic}; "
         "temperature 0, chat template as the model has it"
     )
     if arguments.transformers:
         from entmtp_jax.commands.bench_peer import compare_with_transformers
 
-        found: dict[str, Any] = {"transformers": compare_with_transformers(model, sets, cache, _say)}
+        found: dict[str, Any] = {"transformers": compare_with_transformers(model, sets, cache, notify)}
     elif arguments.flips:
         found = {"flips": _count_flips(model, sets, arguments)}
     elif arguments.costs:
@@ -70,10 +76,6 @@ def run(arguments: argparse.Namespace) -> int:
         write_json(arguments.json, document)
     print(json.dumps(document))
     return 0
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _read_set(entry: str, arguments: argparse.Namespace, model: Model) -> PromptSet:
@@ -95,15 +97,15 @@ def _contestant(
     decoder = build_decoder(model.backbone, draft.head, bank, DecodeConfig(capacity=arguments.capacity))
     params = ModelParams(model.params, draft.params)
     compiled, seconds = compile_decoder(decoder, params, policy)
-    _say(f"compiled {name} ({', '.join(t.name for t in bank.topologies)}) in {seconds:.1f} s")
+    notify(f"compiled {name} ({', '.join(t.name for t in bank.topologies)}) in {seconds:.1f} s")
     return Contestant(name, compiled, params, policy)
 
 
 def _contestants(model: Model, arguments: argparse.Namespace) -> list[Contestant]:
-    draft = load_draft(model, arguments.heads, arguments.bank, notify=_say)
+    draft = load_draft(model, arguments.heads, arguments.bank, notify=notify)
 
     def policy(text: str, bank: Bank) -> Policy:
-        return make_policy(text, bank, dtype=arguments.dtype, batch=1, notify=_say)
+        return make_policy(text, bank, dtype=arguments.dtype, batch=1, notify=notify)
 
     plain = Bank("plain", (autoregressive(),))
     made = [_contestant("plain", model, draft, plain, policy("ar", plain), arguments)]
@@ -129,7 +131,7 @@ def _race(model: Model, sets: Sequence[PromptSet], arguments: argparse.Namespace
         for request in prompts.requests:
             for name, done in interleave(contestants, request, arguments.repeats).items():
                 runs[name].append(done)
-        _say(
+        notify(
             f"\n{prompts.name}: {len(prompts.requests)} prompts in {time.perf_counter() - began:.0f} s "
             f"({prompts.left_out} of the file too long)"
         )
@@ -137,7 +139,7 @@ def _race(model: Model, sets: Sequence[PromptSet], arguments: argparse.Namespace
         summaries = {c.name: summarise(runs[c.name], plain, c.decoder.bank) for c in contestants}
         _print_table(summaries)
         excused, unexcused = _differences(prompts.requests, runs, plain, margin)
-        _say(f"differences from plain decoding: {excused} at margins below {EXCUSED_MARGIN:g}, {unexcused} others")
+        notify(f"differences from plain decoding: {excused} at margins below {EXCUSED_MARGIN:g}, {unexcused} others")
         found.append(
             {
                 "set": prompts.name,
@@ -162,12 +164,12 @@ def _differences(requests: Sequence[Request], runs: dict, plain: Sequence[list[R
 
 
 def _print_table(summaries: dict[str, Summary]) -> None:
-    _say("| contestant | tokens/step | outside loops | speed-up (quartiles) | ms/step | tokens/s | topologies |")
-    _say("|---|--:|--:|---|--:|--:|---|")
+    notify("| contestant | tokens/step | outside loops | speed-up (quartiles) | ms/step | tokens/s | topologies |")
+    notify("|---|--:|--:|---|--:|--:|---|")
     for name, s in summaries.items():
         low, middle, high = s.speedup_quartiles
         shares = ", ".join(f"{topology} {share:.0%}" for topology, share in s.topology_shares.items())
-        _say(
+        notify(
             f"| {name} | {s.tokens_per_step:.2f} | {s.tokens_per_step_outside_loops:.2f} | "
             f"{s.speedup:.2f} ({low:.2f} / {middle:.2f} / {high:.2f}) | {s.ms_per_step:.1f} | {s.tokens_per_s:.1f} "
             f"| {shares} |"
@@ -175,15 +177,15 @@ def _print_table(summaries: dict[str, Summary]) -> None:
 
 
 def _measure_costs(model: Model, arguments: argparse.Namespace) -> dict[str, Any]:
-    draft = load_draft(model, arguments.heads, arguments.bank, notify=_say)
-    policy = make_policy("ar", draft.bank, dtype=arguments.dtype, batch=1, notify=_say)
+    draft = load_draft(model, arguments.heads, arguments.bank, notify=notify)
+    policy = make_policy("ar", draft.bank, dtype=arguments.dtype, batch=1, notify=notify)
     contestant = _contestant("costs", model, draft, draft.bank, policy, arguments)
-    request = Request(model.text.chat(COST_PROMPT, None), 1)
-    costs = step_costs(contestant.decoder, contestant.params, [request], repeats=COST_REPEATS)
-    _say("| topology | rows | ms per step (quartiles) |\n|---|--:|---|")
+    request = Request(model.text.chat(COST_PROMPT), 1)
+    costs = step_costs(contestant.decoder, contestant.params, [request])
+    notify("| topology | rows | ms per step (quartiles) |\n|---|--:|---|")
     for topology in draft.bank.topologies:
         cost = costs[topology.name]
-        _say(
+        notify(
             f"| {topology.name} | {topology.num_rows} | {cost.median_ms:.1f} "
             f"({cost.low_ms:.1f} .. {cost.high_ms:.1f}) |"
         )
@@ -192,9 +194,9 @@ def _measure_costs(model: Model, arguments: argparse.Namespace) -> dict[str, Any
 
 def _count_flips(model: Model, sets: Sequence[PromptSet], arguments: argparse.Namespace) -> dict[str, Any]:
     """Plain decoding's text fed back through passes of 8 rows: how often does the choice differ, and by how little?"""
-    draft = load_draft(model, "lookup", None, notify=_say)
+    draft = load_draft(model, "lookup", None, notify=notify)
     plain = Bank("plain", (autoregressive(),))
-    policy = make_policy("ar", plain, dtype=arguments.dtype, batch=1, notify=_say)
+    policy = make_policy("ar", plain, dtype=arguments.dtype, batch=1, notify=notify)
     contestant = _contestant("plain", model, draft, plain, policy, arguments)
     flips = flips_function(model.backbone, rows=8, slots=arguments.capacity + 8)
     positions, different, worst = 0, 0, 0.0
@@ -203,7 +205,7 @@ def _count_flips(model: Model, sets: Sequence[PromptSet], arguments: argparse.Na
         found = flips(model.params, list(request.prompt), done.tokens)
         positions, different = positions + found.positions, different + found.flips
         worst = max(worst, found.worst_gap_ulps)
-    _say(
+    notify(
         f"{different} of {positions} choices differ ({1e3 * different / positions:.2f} per 1,000 tokens), "
         f"largest top-2 gap among them {worst:.2f} bfloat16 ulps"
     )

@@ -11,16 +11,17 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from entmtp_jax.assets import DEFAULT_MODEL
 from entmtp_jax.errors import UserError
 from entmtp_jax.prompts import Prompt, read_prompts
 
 CAPACITY_STEP = 512  # capacities are multiples, so that most calls find their program in the cache
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser(prog: str = "decode.py") -> argparse.ArgumentParser:
     """All flags; later commands share their names."""
     parser = argparse.ArgumentParser(
-        prog="decode.py", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     what = parser.add_argument_group("what to write")
     what.add_argument("prompt", nargs="*", metavar="PROMPT", help="prompt text; '-' reads standard input")
@@ -33,10 +34,12 @@ def build_parser() -> argparse.ArgumentParser:
     what.add_argument("--no-chat", action="store_true", help="give the prompt as it is, without the chat template")
     what.add_argument("--system", metavar="TEXT", help="system message (default: the template's own)")
     model = parser.add_argument_group("model")
+    model.add_argument("--model", default=DEFAULT_MODEL, help="known name, Hugging Face folder, .gguf file or hub id")
     model.add_argument(
-        "--model", default="smollm2-135m-instruct", help="known name, Hugging Face folder, .gguf file or hub id"
+        "--heads",
+        default="medusa",
+        help="medusa, hydra, mtp, lookup, hybrid (lookup and the best trained heads) or a head folder (default medusa)",
     )
-    model.add_argument("--heads", default="medusa", help="medusa, lookup or a head folder (default medusa)")
     model.add_argument("--bank", metavar="FILE", help="bank of topologies: a file or a name below trees/")
     model.add_argument(
         "--policy", default="entropy", help="entropy (default), fixed:<topology> or ar; none changes the text"
@@ -80,9 +83,9 @@ def _standard_input() -> str:
         raise UserError(f"standard input is not UTF-8 (byte {error.start}); convert it first") from None
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, *, prog: str = "decode.py") -> int:
     """Parses, decodes, prints."""
-    arguments = build_parser().parse_args(argv)
+    arguments = build_parser(prog).parse_args(argv)
     _check(arguments)
     prompts = collect_prompts(arguments)
     # Everything that needs JAX is imported after the cheap checks, so that a wrong flag answers at once.

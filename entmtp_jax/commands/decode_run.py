@@ -14,6 +14,7 @@ import numpy as np
 
 from entmtp_jax.assemble import Draft, Model, load_draft, load_model, make_policy
 from entmtp_jax.bank import Bank
+from entmtp_jax.cli import notify
 from entmtp_jax.commands.decode import CAPACITY_STEP
 from entmtp_jax.decode import DecodeConfig, Decoder, ModelParams, build_decoder
 from entmtp_jax.device import device_name
@@ -51,11 +52,6 @@ class Setup(NamedTuple):
     params: ModelParams
     policy: Policy
     compile_s: float
-
-
-def notify(line: str) -> None:
-    """One line for the user, apart from the text."""
-    print(line, file=sys.stderr, flush=True)
 
 
 def run(arguments: argparse.Namespace, prompts: list[Prompt]) -> int:

@@ -1,7 +1,7 @@
 """A C++ kernel as a shared library: compiled on first use, loaded, and registered with XLA's CPU backend.
 
 The system's C++ compiler builds it into the cache folder. Where that is impossible ``build`` returns False and
-``reason`` says why, so that the caller can stay with XLA's own operations.
+``reason`` says why, so that the caller can stay with XLA's own operations. Kernels have no gradient.
 """
 
 import ctypes
@@ -17,6 +17,8 @@ from pathlib import Path
 import jax
 import jaxlib.version
 
+from entmtp_jax.types import Array
+
 # Contraction to fused multiply-add is spelled out: it is part of the order of rounding that all row counts share.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=fast", "-fPIC", "-shared")
 COMPILERS = ("c++", "g++", "clang++")
@@ -31,16 +33,16 @@ class KernelLibrary:
     """One kernel in this process: usable if and only if ``reason`` is empty.
 
     Attributes:
-      source: the C++ file; headers beside it may be included.
+      name: the C++ file is ``<name>.cc`` beside this module; headers beside it may be included.
       symbol: of the handler that the file defines.
       target: name under which XLA calls it.
       reason: why the kernel cannot be used, in one line; empty if it can.
     """
 
-    def __init__(self, source: Path, *, symbol: str, target: str) -> None:
-        self.source = source
+    def __init__(self, name: str, *, symbol: str) -> None:
+        self.name = name
         self.symbol = symbol
-        self.target = target
+        self.target = f"entmtp_{name}"
         self.reason = "build() has not been called"
         self._lock = threading.Lock()
 
@@ -59,11 +61,26 @@ class KernelLibrary:
         with self._lock:
             if self.reason:
                 try:
-                    _register(_compiled_library(self.source, cache), self.symbol, self.target)
+                    source = Path(__file__).with_name(f"{self.name}.cc")
+                    _register(_compiled_library(source, cache), self.symbol, self.target)
                     self.reason = ""
                 except (BuildError, OSError, subprocess.SubprocessError, jax.errors.JaxRuntimeError) as error:
                     self.reason = " ".join(str(error).split())
             return not self.reason
+
+    def call(self, result: jax.ShapeDtypeStruct, *arguments: Array) -> Array:
+        """Runs the kernel, inside a compiled program or outside.
+
+        Args:
+          result: shape and dtype of what it returns.
+          arguments: what it reads.
+
+        Raises:
+          RuntimeError: ``build`` has not succeeded in this process.
+        """
+        if self.reason:
+            raise RuntimeError(f"the {self.name.replace('_', ' ')} kernel cannot be used: {self.reason}")
+        return jax.ffi.ffi_call(self.target, result)(*arguments)
 
 
 def _compiled_library(source: Path, cache: Path) -> Path:

@@ -4,79 +4,27 @@
 // operands into panels, which costs several times that when there are 2..32 rows. Here every weight is read from memory
 // once, straight from its row-major [num_out, depth] array, and meets all rows while it is in a register or L1.
 //
-// Order of summation: lane l of one vector accumulator adds the products of k = l, l + kLanes, l + 2 kLanes, ... and a
+// Order of summation: lane l of one vector accumulator adds the products of k = l, l + kStep, l + 2 kStep, ... and a
 // fixed tree adds the lanes. It depends on neither the number of rows nor the split over threads, so a row's result is
 // bit for bit the same alone and inside a tree, and the same for bfloat16 weights and their float32 copies.
 
 #include <algorithm>
-#include <atomic>
-#include <cstddef>
 #include <cstdint>
-#include <cstring>
-#include <memory>
-#include <thread>
-#ifdef __AVX2__
-#include <immintrin.h>
-#endif
 
+#include "chunks.h"
+#include "vectors.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace {
 
 namespace ffi = xla::ffi;
-using Size = std::ptrdiff_t;
+using namespace entmtp;
 
-#ifdef __AVX512F__
-constexpr int kLanes = 16;
-#else
-constexpr int kLanes = 8;  // also where vectors are shorter: the compiler then splits every operation
-#endif
+constexpr int kStep = kLanesOf<WideVector>;
 // 3 x 4 accumulators and up to 4 vectors of operands beside them fill 16 registers.
 constexpr int kTileOuts = 3;
 constexpr int kTileRows = 4;
-constexpr int kSpins = 1 << 16;  // before the processor is given away
 constexpr Size kGrainBytes = 256 * 1024;  // of weights: too few to wake another thread for, enough to claim at a time
-
-using Vector [[gnu::vector_size(4 * kLanes)]] = float;
-using Bits [[gnu::vector_size(4 * kLanes)]] = uint32_t;
-using Halves [[gnu::vector_size(2 * kLanes)]] = uint16_t;
-
-inline Vector Load(const float* p) {
-  Vector v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
-}
-
-// A bfloat16 is the upper half of the float32 of equal value: widening is exact.
-inline Vector Load(const uint16_t* p) {
-#if defined(__AVX512F__)
-  return (Vector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
-#elif defined(__AVX2__)
-  // One byte shuffle; GCC makes five instructions of the generic form.
-  const __m256i to_upper_halves = _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,  //
-                                                   -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15);
-  return (Vector)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p)), to_upper_halves);
-#else
-  Halves halves;
-  std::memcpy(&halves, p, sizeof halves);
-  return (Vector)(__builtin_convertvector(halves, Bits) << 16);
-#endif
-}
-
-// The first n < kLanes elements, then zeros.
-template <typename T>
-inline Vector LoadPart(const T* p, Size n) {
-  T padded[kLanes] = {};
-  std::memcpy(padded, p, n * sizeof(T));
-  return Load(padded);
-}
-
-inline float SumLanes(Vector v) {
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; i++) v[i] += v[i + half];
-  }
-  return v[0];
-}
 
 // Bytes that later work will read: fetched a little at every step of k, so that memory and arithmetic overlap.
 struct Prefetch {
@@ -86,23 +34,24 @@ struct Prefetch {
 
 template <int kOuts, int kRows, typename W>
 void Tile(const float* x, const W* w, float* y, Size depth, Size num_out, Prefetch prefetch) {
-  Vector acc[kOuts][kRows] = {};
+  WideVector acc[kOuts][kRows] = {};
   Size k = 0;
-  for (; k + kLanes <= depth; k += kLanes) {
+  for (; k + kStep <= depth; k += kStep) {
     __builtin_prefetch(prefetch.p + k * prefetch.bytes_per_k);
-    Vector xs[kRows];
+    WideVector xs[kRows];
 #pragma GCC unroll 4
-    for (int t = 0; t < kRows; t++) xs[t] = Load(x + t * depth + k);
+    for (int t = 0; t < kRows; t++) xs[t] = Load<WideVector>(x + t * depth + k);
 #pragma GCC unroll 4
     for (int o = 0; o < kOuts; o++) {
-      const Vector ws = Load(w + o * depth + k);
+      const WideVector ws = Load<WideVector>(w + o * depth + k);
 #pragma GCC unroll 4
       for (int t = 0; t < kRows; t++) acc[o][t] += ws * xs[t];
     }
   }
   const Size rest = depth - k;
   for (int o = 0; rest > 0 && o < kOuts; o++) {
-    for (int t = 0; t < kRows; t++) acc[o][t] += LoadPart(w + o * depth + k, rest) * LoadPart(x + t * depth + k, rest);
+    const auto part = [=](const auto* p) { return LoadPart<WideVector>(p + k, rest); };
+    for (int t = 0; t < kRows; t++) acc[o][t] += part(w + o * depth) * part(x + t * depth);
   }
   for (int t = 0; t < kRows; t++) {
     for (int o = 0; o < kOuts; o++) y[t * num_out + o] = SumLanes(acc[o][t]);
@@ -139,38 +88,22 @@ void Band(const Problem<W>& p, Size o, bool more) {
   }
 }
 
-// Chunks of outputs that threads claim one by one; shared, since a helper may start after the call has returned.
-struct Chunks {
-  Size count, size;
-  std::atomic<Size> next{0}, done{0};
-};
-
+// Outputs o..end-1 of all rows.
 template <typename W>
-void Work(Chunks& chunks, const Problem<W>& p) {
-  for (Size c; (c = chunks.next.fetch_add(1)) < chunks.count; chunks.done.fetch_add(1)) {
-    Size o = c * chunks.size;
-    const Size end = std::min(o + chunks.size, p.num_out);
-    for (; o + kTileOuts <= end; o += kTileOuts) Band<kTileOuts>(p, o, o + 2 * kTileOuts <= end);
-    for (; o < end; o++) Band<1>(p, o, false);
-  }
+void Work(const Problem<W>& p, Size o, Size end) {
+  for (; o + kTileOuts <= end; o += kTileOuts) Band<kTileOuts>(p, o, o + 2 * kTileOuts <= end);
+  for (; o < end; o++) Band<1>(p, o, false);
 }
 
-// The caller works too and afterwards waits only for chunks that a running thread has claimed. So a pool whose threads
-// are all busy, or whose only thread is the caller, costs speed but cannot cause a deadlock.
 template <typename W>
 ffi::Error Run(ffi::ThreadPool& pool, const Problem<W>& p) {
   const Size bytes = p.num_out * p.depth * Size{sizeof(W)};
   const Size threads = std::clamp<Size>(bytes / kGrainBytes, 1, std::max<Size>(pool.num_threads(), 1));
   const Size chunk_bytes = std::min(kGrainBytes, bytes / (4 * threads));  // four each, to share evenly
-  auto chunks = std::make_shared<Chunks>();
-  chunks->size = (chunk_bytes / (kTileOuts * Size{sizeof(W)} * (p.depth + 1)) + 1) * kTileOuts;
-  chunks->count = (p.num_out + chunks->size - 1) / chunks->size;
-  for (Size i = 1; i < threads; i++) pool.Schedule([=] { Work(*chunks, p); });
-  Work(*chunks, p);
-  // A claimed chunk takes tens of microseconds; a thread that the system has put aside may take milliseconds.
-  for (int spins = 0; chunks->done.load() < chunks->count; spins++) {
-    if (spins > kSpins) std::this_thread::yield();
-  }
+  const Size size = (chunk_bytes / (kTileOuts * Size{sizeof(W)} * (p.depth + 1)) + 1) * kTileOuts;
+  RunChunks(pool, threads, (p.num_out + size - 1) / size, [=](Size c) {
+    Work(p, c * size, std::min((c + 1) * size, p.num_out));
+  });
   return ffi::Error::Success();
 }
 

@@ -1,12 +1,9 @@
 """A few rows times a large weight matrix on the CPU, by a C++ kernel that XLA calls through its foreign functions.
 
 XLA's CPU matrix product is fine for one row but takes several times as long for the 2 to 32 rows of a draft tree. The
-kernel (``skinny_matmul.cc``, beside this file) reads every weight once, whatever the number of rows. It is compiled on
-first use by the system's C++ compiler and kept in the cache folder. Where that is impossible ``build`` returns False,
-``reason`` says why, and the caller stays with ``jax.lax.dot_general``. The kernel has no gradient.
+kernel (``skinny_matmul.cc``, beside this file) reads every weight once, whatever the number of rows. Where
+``KERNEL.build`` returns False the caller stays with ``jax.lax.dot_general``.
 """
-
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,25 +11,7 @@ import jax.numpy as jnp
 from entmtp_jax.kernels.library import KernelLibrary
 from entmtp_jax.types import Array, Float
 
-TARGET = "entmtp_skinny_matmul"
-_LIBRARY = KernelLibrary(Path(__file__).with_name("skinny_matmul.cc"), symbol="EntmtpSkinnyMatmul", target=TARGET)
-
-
-def build(cache: Path) -> bool:
-    """Makes the kernel usable in this process; see ``KernelLibrary.build``.
-
-    Args:
-      cache: folder for the shared library; made if missing.
-
-    Returns:
-      Whether ``linear`` can be used; if not, ``reason()`` says why.
-    """
-    return _LIBRARY.build(cache)
-
-
-def reason() -> str:
-    """Why the kernel cannot be used, in one line; empty if it can."""
-    return _LIBRARY.reason
+KERNEL = KernelLibrary("skinny_matmul", symbol="EntmtpSkinnyMatmul")
 
 
 def linear(x: Float[Array, "T K"], w: Float[Array, "O K"]) -> Float[Array, "T O"]:
@@ -49,12 +28,9 @@ def linear(x: Float[Array, "T K"], w: Float[Array, "O K"]) -> Float[Array, "T O"
       Array of shape ``[T, O]``, float32.
 
     Raises:
-      RuntimeError: ``build`` has not succeeded in this process.
+      RuntimeError: ``KERNEL.build`` has not succeeded in this process.
       TypeError: a dtype other than those above.
     """
-    if reason():
-        raise RuntimeError(f"the skinny matmul kernel cannot be used: {reason()}")
     if x.dtype != jnp.float32 or w.dtype not in (jnp.float32, jnp.bfloat16):
         raise TypeError(f"x must be float32 and w float32 or bfloat16, not {x.dtype} and {w.dtype}")
-    result = jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32)
-    return jax.ffi.ffi_call(TARGET, result)(x, w)
+    return KERNEL.call(jax.ShapeDtypeStruct((x.shape[0], w.shape[0]), jnp.float32), x, w)

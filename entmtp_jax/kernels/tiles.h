@@ -55,7 +55,7 @@ void ScoreTile(Rows q, const Sequence<K>& keys, Size begin, Size end, Rows score
     for (; c + kLanes <= keys.dim; c += kLanes) add(c, [](const K* p) { return Load(p); });
     if (c < keys.dim) add(c, [&](const K* p) { return LoadPart(p, keys.dim - c); });
     for (int t = 0; t < kRows; t++) {
-      const Vector sums = SumLanes(acc[t]);
+      const Vector sums = SumLanesOfFour(acc[t]);
       std::memcpy(scores[t] + n, &sums, kTileKeys * sizeof(float));
     }
   }

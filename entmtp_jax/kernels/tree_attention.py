@@ -2,11 +2,8 @@
 
 XLA's products read every slot of the cache, filled or not, and spread over many small operations. The kernel
 (``tree_attention.cc``, beside this file) reads the filled slots once per key/value head and does the rest in registers.
-It is compiled on first use; where that is impossible ``build`` returns False, ``reason`` says why, and the caller
-stays with ``two_part_attention``. The kernel has no gradient.
+Where ``KERNEL.build`` returns False the caller stays with ``two_part_attention``.
 """
-
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,25 +11,7 @@ import jax.numpy as jnp
 from entmtp_jax.kernels.library import KernelLibrary
 from entmtp_jax.types import Array, Bool, Float, RowInts
 
-TARGET = "entmtp_tree_attention"
-_LIBRARY = KernelLibrary(Path(__file__).with_name("tree_attention.cc"), symbol="EntmtpTreeAttention", target=TARGET)
-
-
-def build(cache: Path) -> bool:
-    """Makes the kernel usable in this process; see ``KernelLibrary.build``.
-
-    Args:
-      cache: folder for the shared library; made if missing.
-
-    Returns:
-      Whether ``attend`` can be used; if not, ``reason()`` says why.
-    """
-    return _LIBRARY.build(cache)
-
-
-def reason() -> str:
-    """Why the kernel cannot be used, in one line; empty if it can."""
-    return _LIBRARY.reason
+KERNEL = KernelLibrary("tree_attention", symbol="EntmtpTreeAttention")
 
 
 def attend(
@@ -64,16 +43,14 @@ def attend(
       Array of shape ``[B, T, H, C]``, float32.
 
     Raises:
-      RuntimeError: ``build`` has not succeeded in this process.
+      RuntimeError: ``KERNEL.build`` has not succeeded in this process.
       TypeError: a dtype other than those above.
     """
-    if reason():
-        raise RuntimeError(f"the tree attention kernel cannot be used: {reason()}")
     dtypes = {array.dtype.name for array in (keys, values, cached_keys, cached_values)}
     if query.dtype != jnp.float32 or dtypes not in ({"float32"}, {"bfloat16"}):
         raise TypeError(
             "query must be float32, keys and values all float32 or all bfloat16, "
             f"not {query.dtype} and {', '.join(sorted(dtypes))}"
         )
-    call = jax.ffi.ffi_call(TARGET, jax.ShapeDtypeStruct(query.shape, jnp.float32))
-    return call(query, keys, values, self_mask, cached_keys, cached_values, lengths.astype(jnp.int32))
+    result = jax.ShapeDtypeStruct(query.shape, jnp.float32)
+    return KERNEL.call(result, query, keys, values, self_mask, cached_keys, cached_values, lengths.astype(jnp.int32))

@@ -1,4 +1,4 @@
-// Vectors of 8 floats for any processor: loading, adding lanes, exp and softmax, all with one order of rounding.
+// Vectors of floats for any processor: loading, adding lanes, exp and softmax, all with one order of rounding.
 #ifndef ENTMTP_JAX_KERNELS_VECTORS_H_
 #define ENTMTP_JAX_KERNELS_VECTORS_H_
 
@@ -7,6 +7,9 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#ifdef __AVX2__
+#include <immintrin.h>
+#endif
 
 namespace entmtp {
 
@@ -18,25 +21,65 @@ using Vector [[gnu::vector_size(4 * kLanes)]] = float;
 using Bits [[gnu::vector_size(4 * kLanes)]] = int32_t;
 using Halves [[gnu::vector_size(2 * kLanes)]] = uint16_t;
 
-inline Vector Load(const float* p) {
-  Vector v;
+// The widest vectors that the processor has; narrower ones would be split there as well.
+#ifdef __AVX512F__
+using WideVector [[gnu::vector_size(64)]] = float;
+#else
+using WideVector = Vector;
+#endif
+
+template <typename V>
+constexpr int kLanesOf = sizeof(V) / sizeof(float);
+
+template <typename V = Vector>
+inline V Load(const float* p) {
+  V v;
   std::memcpy(&v, p, sizeof v);
   return v;
 }
 
 // A bfloat16 is the upper half of the float32 of the same value: widening is exact.
-inline Vector Load(const uint16_t* p) {
+inline void Widen(const uint16_t* p, Vector& v) {
+#ifdef __AVX2__
+  // One byte shuffle; GCC makes five instructions of the generic form.
+  const __m256i to_upper_halves = _mm256_setr_epi8(-1, -1, 0, 1, -1, -1, 2, 3, -1, -1, 4, 5, -1, -1, 6, 7,  //
+                                                   -1, -1, 8, 9, -1, -1, 10, 11, -1, -1, 12, 13, -1, -1, 14, 15);
+  v = (Vector)_mm256_shuffle_epi8(_mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i*)p)), to_upper_halves);
+#else
   Halves halves;
   std::memcpy(&halves, p, sizeof halves);
-  return (Vector)(__builtin_convertvector(halves, Bits) << 16);
+  v = (Vector)(__builtin_convertvector(halves, Bits) << 16);
+#endif
 }
 
-// The first n < kLanes elements, then zeros.
-template <typename T>
-inline Vector LoadPart(const T* p, Size n) {
-  T padded[kLanes] = {};
+#ifdef __AVX512F__
+inline void Widen(const uint16_t* p, WideVector& v) {
+  v = (WideVector)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+}
+#endif
+
+template <typename V = Vector>
+inline V Load(const uint16_t* p) {
+  V v;
+  Widen(p, v);
+  return v;
+}
+
+// The first n elements, fewer than lanes, then zeros.
+template <typename V = Vector, typename T>
+inline V LoadPart(const T* p, Size n) {
+  T padded[kLanesOf<V>] = {};
   std::memcpy(padded, p, n * sizeof(T));
-  return Load(padded);
+  return Load<V>(padded);
+}
+
+// The upper half of the lanes is added to the lower until one is left: ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)) for 8.
+template <typename V>
+inline float SumLanes(V v) {
+  for (int half = kLanesOf<V> / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; i++) v[i] += v[i + half];
+  }
+  return v[0];
 }
 
 // Lanes of a (numbers 0..7) and b (8..15).
@@ -49,8 +92,8 @@ inline Vector Pick(Vector a, Vector b) {
 #endif
 }
 
-// Lanes 0..3 are the sums of the lanes of v[0..3], each ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)).
-inline Vector SumLanes(const Vector* v) {
+// Lanes 0..3 are the sums of the lanes of v[0..3], each in the order of SumLanes.
+inline Vector SumLanesOfFour(const Vector* v) {
   const Vector even = Pick<0, 1, 2, 3, 8, 9, 10, 11>(v[0], v[2]) + Pick<4, 5, 6, 7, 12, 13, 14, 15>(v[0], v[2]);
   const Vector odd = Pick<0, 1, 2, 3, 8, 9, 10, 11>(v[1], v[3]) + Pick<4, 5, 6, 7, 12, 13, 14, 15>(v[1], v[3]);
   const Vector pairs = Pick<0, 1, 8, 9, 4, 5, 12, 13>(even, odd) + Pick<2, 3, 10, 11, 6, 7, 14, 15>(even, odd);
@@ -79,13 +122,13 @@ inline Vector Exp(Vector x) {
   for (Size n = kLanes; n < count; n += kLanes) top = Load(s + n) > top ? Load(s + n) : top;
   std::memcpy(tops, &top, sizeof tops);
   const float maximum = *std::max_element(tops, tops + kLanes);
-  Vector sums[4] = {};
+  Vector sum = {};
   for (Size n = 0; n < count; n += kLanes) {
     const Vector e = Exp(Load(s + n) - maximum);
     std::memcpy(s + n, &e, sizeof e);
-    sums[0] += e;
+    sum += e;
   }
-  return SumLanes(sums)[0];
+  return SumLanes(sum);
 }
 
 }  // namespace entmtp
