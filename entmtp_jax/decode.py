@@ -1,11 +1,10 @@
-"""The decoding loop: prefill, step and run, compiled once per (batch, capacity, bank).
+"""The decoding loop: step and run, compiled once per (batch, capacity, bank).
 
 A step proposes (only what the signals need), chooses a topology, completes and verifies the tree in the
 chosen branch of a ``lax.switch``, and commits once after the switch. A branch reads the cache and returns
 only the accepted rows' keys and values; a cache that passed through the switch would be copied every step.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -14,44 +13,21 @@ import jax
 import jax.numpy as jnp
 
 from entmtp_jax.acceptance import accept_matching
-from entmtp_jax.backbone.attention import causal_mask
 from entmtp_jax.backbone.cache import KVCache, gather_rows, init_cache, write_rows
-from entmtp_jax.backbone.transformer import Backbone, output_matrix
+from entmtp_jax.backbone.transformer import Backbone
 from entmtp_jax.bank import Bank
-from entmtp_jax.entropy import entropy_nats, update_average
-from entmtp_jax.heads.interface import Features, Head, Proposal, Shared
+from entmtp_jax.entropy import update_average
+from entmtp_jax.heads.interface import Features, Head, Proposal
+from entmtp_jax.parts import DecodeConfig, ModelParams, Parts
+from entmtp_jax.prefill import prefill
 from entmtp_jax.sampling import Select, greedy
 from entmtp_jax.scheduler import Policy, choose
-from entmtp_jax.state import DecodeState, Finish, Request, RootStats, Trace, current_signals, emit, start_state
+from entmtp_jax.state import DecodeState, Finish, Request, RootStats, current_signals, emit, root_stats, start_state
 from entmtp_jax.topology import Topology, check_fits
-from entmtp_jax.types import Array, Float, Int, Params, RowInts
+from entmtp_jax.trace import StepRecord, record
+from entmtp_jax.types import Array, Float, Int, RowInts
 
-
-@dataclasses.dataclass(frozen=True)
-class DecodeConfig:
-    """Static choices of a decoder; each set is one compiled program.
-
-    Attributes:
-      batch: B, rows decoded together.
-      capacity: cache slots that a row may fill, prompt and emitted tokens together.
-      chunk: W, prompt tokens per prefill pass.
-      fresh_signals: propose before choosing, so that the scheduler sees the heads' own confidence in this
-        very draft; otherwise the whole draft happens inside the branch, as deep as the topology needs.
-      cache_dtype: of keys and values.
-    """
-
-    batch: int = 1
-    capacity: int = 1024
-    chunk: int = 64
-    fresh_signals: bool = False
-    cache_dtype: str = "float32"
-
-
-class ModelParams(NamedTuple):
-    """Parameters of the backbone and of the head that drafts for it."""
-
-    backbone: Params
-    head: Params
+__all__ = ["DecodeConfig", "Decoder", "ModelParams", "build_decoder"]
 
 
 class Decoder(NamedTuple):
@@ -103,38 +79,19 @@ def build_decoder(
     """
     for topology in bank.topologies:
         check_fits(topology, num_heads=head.max_depth, top_k=head.top_k, capacity=config.capacity)
-    parts = _Parts(backbone, head, bank, config, select)
+    parts = Parts(backbone, head, bank, config, select)
     step = functools.partial(_step, parts)
     return Decoder(
         config=config,
         bank=bank,
         start=functools.partial(_start, parts),
-        prefill=jax.jit(functools.partial(_prefill, parts), donate_argnums=1),
+        prefill=jax.jit(functools.partial(prefill, parts), donate_argnums=1),
         step=step,
         run=jax.jit(functools.partial(_run, step), donate_argnums=1),
     )
 
 
-class _Parts(NamedTuple):
-    backbone: Backbone
-    head: Head
-    bank: Bank
-    config: DecodeConfig
-    select: Select
-
-    @property
-    def cache_slots(self) -> int:
-        """Slots so that neither the last prefill chunk nor a write of E rows at the edge is ever clamped."""
-        chunks = -(-self.config.capacity // self.config.chunk)
-        return max(chunks * self.config.chunk, self.config.capacity + self.bank.depth + 1)
-
-    @property
-    def token_slots(self) -> int:
-        """Room for the text, and for the last prefill chunk's next tokens."""
-        return self.cache_slots + 2
-
-
-def _start(parts: _Parts, requests: list[Request | None]) -> DecodeState:
+def _start(parts: Parts, requests: list[Request | None]) -> DecodeState:
     config = parts.config
     dtype = jnp.dtype(config.cache_dtype)
     cache = init_cache(parts.backbone.config, batch=config.batch, slots=parts.cache_slots, dtype=dtype)
@@ -147,52 +104,7 @@ def _start(parts: _Parts, requests: list[Request | None]) -> DecodeState:
     )
 
 
-def _shared(params: ModelParams) -> Shared:
-    return Shared(embedding=params.backbone["embed"]["embedding"], output=output_matrix(params.backbone))
-
-
-def _prefill(parts: _Parts, params: ModelParams, state: DecodeState, policy: Policy) -> DecodeState:
-    """Runs the prompts through the backbone in chunks of one width and emits each row's first token."""
-    width = parts.config.chunk
-    batch = state.tokens.shape[0]
-    last = state.prompt_length - 1
-
-    def one_chunk(carry: tuple) -> tuple:
-        index, cache, head_state, root, stats = carry
-        start = index * width
-        tokens = jax.lax.dynamic_slice_in_dim(state.tokens, start, width, axis=1)
-        following = jax.lax.dynamic_slice_in_dim(state.tokens, start + 1, width, axis=1)
-        positions = jnp.broadcast_to(start + jnp.arange(width, dtype=jnp.int32), (batch, width))
-        # Rows whose prompt ended earlier run on padding: its slots are past their length, so nobody sees them.
-        starts = jnp.full(batch, start, jnp.int32)
-        out = parts.backbone.forward(params.backbone, tokens, positions, causal_mask(width), cache, starts)
-
-        here = jnp.clip(last - start, 0, width - 1)[:, None]
-        end = jnp.take_along_axis(out.normed, here[:, :, None], axis=1)
-        logits = parts.backbone.unembed(params.backbone, end)
-        chosen = parts.select(logits, state.seed, state.prompt_length[:, None])[:, 0]
-        ends_here = (last >= start) & (last < start + width)
-        root = jnp.where(ends_here, chosen, root)
-        measured = _root_stats(logits[:, 0])
-        stats = jax.tree.map(lambda new, old: jnp.where(ends_here, new, old), measured, stats)
-        following = jnp.where(positions == last[:, None], root[:, None], following)
-        features = Features(out.hidden, out.normed, out.taps)
-        valid = positions <= last[:, None]
-        head_state = parts.head.advance(
-            params.head, _shared(params), head_state, features, tokens, following, positions, valid
-        )
-        return index + 1, write_rows(cache, out.new, starts), head_state, root, stats
-
-    chunks = (state.prompt_length.max() + width - 1) // width
-    first = (jnp.int32(0), state.cache, state.head, jnp.zeros(batch, jnp.int32), state.root_stats)
-    _, cache, head_state, root, stats = jax.lax.while_loop(lambda carry: carry[0] < chunks, one_chunk, first)
-    running = state.finish == Finish.RUNNING
-    state, _ = emit(state._replace(cache=cache, head=head_state), root[:, None], jnp.ones(batch, jnp.int32), stats)
-    average = update_average(state.entropy_average, stats.entropy_nats, policy.decay, running)
-    return state._replace(entropy_average=average)
-
-
-def _step(parts: _Parts, params: ModelParams, state: DecodeState, policy: Policy) -> DecodeState:
+def _step(parts: Parts, params: ModelParams, state: DecodeState, policy: Policy) -> DecodeState:
     """One pass of the backbone: propose, choose, verify in a branch, commit."""
     head, bank = parts.head, parts.bank
     live = state.finish == Finish.RUNNING
@@ -200,7 +112,7 @@ def _step(parts: _Parts, params: ModelParams, state: DecodeState, policy: Policy
     root = jnp.take_along_axis(state.tokens, lengths[:, None], axis=1)[:, 0]
     proposal, path_value = None, jnp.zeros_like(state.root_stats.top1_prob)
     if parts.config.fresh_signals and bank.depth > 0:
-        proposal = head.propose(params.head, _shared(params), state.head, root, bank.depth)
+        proposal = head.propose(params.head, params.shared, state.head, root, bank.depth)
         path_value = state.root_stats.top1_prob * jnp.exp(proposal.chain_logprobs.sum(axis=1))
     signals = current_signals(state, policy.decay, path_value)
     index = choose(policy, signals, state.topology, state.steps, live)
@@ -212,7 +124,7 @@ def _step(parts: _Parts, params: ModelParams, state: DecodeState, policy: Policy
     places = jnp.arange(bank.depth + 1, dtype=jnp.int32)
     head_state = head.advance(
         params.head,
-        _shared(params),
+        params.shared,
         state.head,
         verified.features,
         verified.rows_tokens,
@@ -221,7 +133,9 @@ def _step(parts: _Parts, params: ModelParams, state: DecodeState, policy: Policy
         places < emitted[:, None],
     )
     accepted = verified.count - 1
-    entry = Trace(
+    # A step of depth 0 drafts nothing, so it says nothing about acceptance.
+    drafted = live & jnp.asarray([topology.depth > 0 for topology in bank.topologies])[index]
+    entry = StepRecord(
         topology=jnp.broadcast_to(index, accepted.shape),
         accepted=jnp.minimum(accepted, emitted),
         emitted=emitted,
@@ -232,15 +146,15 @@ def _step(parts: _Parts, params: ModelParams, state: DecodeState, policy: Policy
         cache=write_rows(state.cache, verified.new, lengths),
         head=head_state,
         entropy_average=update_average(state.entropy_average, verified.stats.entropy_nats, policy.decay, live),
-        accepted_average=update_average(state.accepted_average, accepted.astype(jnp.float32), policy.decay, live),
+        accepted_average=update_average(state.accepted_average, accepted.astype(jnp.float32), policy.decay, drafted),
         topology=jnp.where(live, index, state.topology),
         steps=state.steps + live,
-        trace=_record(state.trace, entry, state.steps, live),
+        trace=record(state.trace, entry, state.steps, live),
     )
 
 
 def _verify(
-    parts: _Parts,
+    parts: Parts,
     topology: Topology,
     params: ModelParams,
     state: DecodeState,
@@ -252,7 +166,7 @@ def _verify(
     backbone, head = parts.backbone, parts.head
     candidates = root[:, None]
     if topology.depth > 0:
-        shared = _shared(params)
+        shared = params.shared
         if proposal is None:
             proposal = head.propose(params.head, shared, state.head, root, topology.depth)
         candidates = head.complete(params.head, shared, state.head, root, proposal, topology).tokens
@@ -273,26 +187,12 @@ def _verify(
         count=accepted.length + 1,
         new=gather_rows(out.new, rows),
         features=jax.tree.map(pick, Features(out.hidden, out.normed, out.taps)),
-        stats=_root_stats(last),
+        stats=root_stats(last),
     )
 
 
 def _pick_rows(rows: Int[Array, "B E"], values: Float[Array, "B N D"]) -> Float[Array, "B E D"]:
     return jnp.take_along_axis(values, rows[:, :, None], axis=1)
-
-
-def _root_stats(logits: Float[Array, "B V"]) -> RootStats:
-    return RootStats(entropy_nats=entropy_nats(logits), top1_prob=jax.nn.softmax(logits, axis=-1).max(axis=-1))
-
-
-def _record(trace: Trace, entry: Trace, steps: RowInts, live: Array) -> Trace:
-    here = (jnp.arange(trace.topology.shape[1]) == steps[:, None]) & live[:, None]
-
-    def write(values: Array, value: Array) -> Array:
-        place = here.reshape(here.shape + (1,) * (values.ndim - 2))
-        return jnp.where(place, value[:, None], values)
-
-    return jax.tree.map(write, trace, entry)
 
 
 def _run(

@@ -26,7 +26,7 @@ class Signal(IntEnum):
     ENTROPY_EMA = 0  # bias-corrected EMA of the entropy at the roots, nats
     ENTROPY = 1  # entropy of the distribution that the current root was taken from, nats
     TOP1_PROB = 2  # backbone's probability of its best token there
-    ACCEPTED_EMA = 3  # bias-corrected EMA of accepted lengths
+    ACCEPTED_EMA = 3  # bias-corrected EMA of the accepted lengths of steps that drafted
     PATH_VALUE = 4  # heads' probability of their greedy chain (fresh timing; 0 with stale timing)
 
 
@@ -151,7 +151,7 @@ def choose(
       live: ``[B]`` rows that still decode.
     """
     value = jnp.sum(jnp.where(live, signals[:, policy.signal], 0.0)) / jnp.maximum(live.sum(), 1)
-    bin_index = jnp.searchsorted(policy.edges, value, side="right")
+    bin_index = jnp.searchsorted(policy.edges, value, side="right", method="compare_all")
     first = jnp.argmax(live)
     chosen = policy.table[previous[first], jnp.minimum(bin_index, MAX_BINS - 1)]
     step = steps[first]

@@ -4,13 +4,15 @@ from collections.abc import Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
 from entmtp_jax.backbone.cache import KVCache
-from entmtp_jax.entropy import Average, corrected, empty_average
+from entmtp_jax.entropy import Average, corrected, empty_average, entropy_nats
 from entmtp_jax.errors import UserError
 from entmtp_jax.scheduler import NUM_SIGNALS, Signal
+from entmtp_jax.trace import Trace, empty_trace
 from entmtp_jax.types import Array, Float, Int, RowFloats, RowInts
 
 MAX_EOS_IDS = 8
@@ -39,20 +41,9 @@ class RootStats(NamedTuple):
     top1_prob: RowFloats
 
 
-class Trace(NamedTuple):
-    """What happened in each step, for reports and replay; entries past ``steps`` are zeros.
-
-    Attributes:
-      topology: ``[B, F]`` int32 index in the bank.
-      accepted: ``[B, F]`` int32 drafts kept: the accepted length, less what EOS or a limit cut off.
-      emitted: ``[B, F]`` int32 tokens emitted: the kept drafts and, unless cut off, the bonus token.
-      signals: ``[B, F, Q]`` what the choice was made from.
-    """
-
-    topology: Int[Array, "B F"]
-    accepted: Int[Array, "B F"]
-    emitted: Int[Array, "B F"]
-    signals: Float[Array, "B F Q"]
+def root_stats(logits: Float[Array, "B V"]) -> RootStats:
+    """Measures the distribution from which the next root is taken."""
+    return RootStats(entropy_nats=entropy_nats(logits), top1_prob=jax.nn.softmax(logits, axis=-1).max(axis=-1))
 
 
 class DecodeState(NamedTuple):
@@ -72,7 +63,7 @@ class DecodeState(NamedTuple):
       seed: ``[B]`` of the row's noise.
       root_stats: distribution of the current root.
       entropy_average: one update per live step; the prefill makes the first.
-      accepted_average: accepted lengths of live steps.
+      accepted_average: accepted lengths of live steps that drafted (topologies of depth 1 and more).
       topology: ``[B]`` index used in the last step.
       steps: ``[B]`` steps while the row was live; the prefill is none.
       trace: per step.
@@ -160,12 +151,7 @@ def start_state(
         accepted_average=empty_average(batch),
         topology=jnp.zeros(batch, jnp.int32),
         steps=jnp.zeros(batch, jnp.int32),
-        trace=Trace(
-            topology=jnp.zeros((batch, capacity), jnp.int32),
-            accepted=jnp.zeros((batch, capacity), jnp.int32),
-            emitted=jnp.zeros((batch, capacity), jnp.int32),
-            signals=jnp.zeros((batch, capacity, NUM_SIGNALS)),
-        ),
+        trace=empty_trace(batch, capacity, NUM_SIGNALS),
         cache=cache,
         head=head,
     )

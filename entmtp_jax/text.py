@@ -119,7 +119,7 @@ class StreamDecoder:
     def push(self, ids: Iterable[int]) -> str:
         """Takes further tokens and returns the text that they decide, possibly none."""
         self._pending += [int(index) for index in ids if self._is_text(int(index))]
-        if not self._pending or BYTE_TOKEN.fullmatch(self._text.tokenizer.id_to_token(self._pending[-1])):
+        if not self._pending or self._is_byte(self._pending[-1]):
             return ""
         piece = self._piece()
         if piece.endswith(REPLACEMENT):
@@ -136,6 +136,9 @@ class StreamDecoder:
     def _piece(self) -> str:
         """Text that the pending tokens add after the context."""
         return self._text.decode(self._context + self._pending)[len(self._text.decode(self._context)) :]
+
+    def _is_byte(self, index: int) -> bool:
+        return BYTE_TOKEN.fullmatch(self._text.tokenizer.id_to_token(index) or "") is not None
 
     def _is_text(self, index: int) -> bool:
         """Whether a token is part of the text: no special token, and no id beyond the vocabulary (padded models)."""

@@ -38,27 +38,13 @@ from entmtp_jax.json_files import write_json
 from entmtp_jax.report.ahead_of_time import LoopReport, StepReport, Target, check_loops, check_step, faults
 from entmtp_jax.topology import autoregressive, chain, k_ary
 
+# vocab_size, hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim
 MODELS = {
     "smollm2-135m": BackboneConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_layers=30,
-        num_heads=9,
-        num_kv_heads=3,
-        head_dim=64,
-        rope_theta=100000.0,
-        tie_embeddings=True,
-        scan_layers=True,
+        *(49152, 576, 1536, 30, 9, 3, 64), rope_theta=100000.0, tie_embeddings=True, scan_layers=True
     ),
     "llama-3.1-8b": BackboneConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_layers=32,
-        num_heads=32,
-        num_kv_heads=8,
-        head_dim=128,
+        *(128256, 4096, 14336, 32, 32, 8, 128),
         rope_theta=500000.0,
         rope_scaling=RopeScaling("llama3", factor=8.0),
         max_positions=131072,

@@ -3,8 +3,12 @@
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from entmtp_jax.backbone.attention import causal_mask
+from entmtp_jax.backbone.cache import init_cache
+from entmtp_jax.backbone.transformer import Backbone
 from entmtp_jax.bank import Bank
 from entmtp_jax.decode import DecodeConfig, Decoder, ModelParams, build_decoder
 from entmtp_jax.generation import Generation, generate
@@ -17,6 +21,7 @@ from entmtp_jax.testing.heads import replay_head, replay_params
 from entmtp_jax.testing.reference import Reference, reference_decode
 from entmtp_jax.testing.tiny import TINY_CONFIG, tiny_backbone
 from entmtp_jax.topology import Topology, autoregressive, chain, k_ary
+from entmtp_jax.types import Params
 
 CAPACITY, CHUNK, SLOTS = 96, 8, 128
 
@@ -39,6 +44,16 @@ PROMPTS = [[3, 1, 4, 1, 5, 9], [7], list(range(2, 21)), [8, 8, 8, 8, 8, 8, 8, 8]
 def tiny():
     """The tiny backbone and its parameters."""
     return tiny_backbone(seed=6)  # no near-ties in the texts of PROMPTS; a test holds it
+
+
+def logits_of(backbone: Backbone, params: Params, tokens: np.ndarray) -> np.ndarray:
+    """Logits of one pass over whole texts with an empty cache."""
+    batch, length = tokens.shape
+    cache = init_cache(backbone.config, batch=batch, slots=1, dtype=jnp.float32)
+    positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+    zeros = jnp.zeros(batch, jnp.int32)
+    out = backbone.forward(params, jnp.asarray(tokens), positions, causal_mask(length), cache, zeros)
+    return np.asarray(backbone.unembed(params, out.normed))
 
 
 @functools.cache

@@ -76,7 +76,7 @@ def test_tree_has_the_agreed_places_and_the_map_is_inverted(tie, bias):
         "attention_norm": {"scale": (8,)},
         "attention": attention,
         "mlp_norm": {"scale": (8,)},
-        "mlp": {"gate_up": (2, 6, 8), "down": (8, 6)},
+        "mlp": {"gate_up": (12, 8), "down": (8, 6)},
     }
     tree = {"embed": {"embedding": (11, 8)}, "layer_0": layer, "layer_1": layer, "final_norm": {"scale": (8,)}}
     if not tie:
@@ -91,8 +91,8 @@ def test_tree_has_the_agreed_places_and_the_map_is_inverted(tie, bias):
     for name, value in tensors.items():
         np.testing.assert_array_equal(back[name], value)
     gate_up = params["layer_1"]["mlp"]["gate_up"]
-    np.testing.assert_array_equal(gate_up[0], tensors["model.layers.1.mlp.gate_proj.weight"])
-    np.testing.assert_array_equal(gate_up[1], tensors["model.layers.1.mlp.up_proj.weight"])
+    np.testing.assert_array_equal(gate_up[:6], tensors["model.layers.1.mlp.gate_proj.weight"])
+    np.testing.assert_array_equal(gate_up[6:], tensors["model.layers.1.mlp.up_proj.weight"])
 
 
 def test_bfloat16_casts_matrices_and_keeps_norms_in_float32():

@@ -10,15 +10,10 @@ from entmtp_jax.cli import run_main
 from entmtp_jax.commands.decode import main
 from entmtp_jax.testing.reference import reference_decode
 from entmtp_jax.testing.tiny import TINY_CONFIG, tiny_backbone
-from tests.model_folder import EOS, write_tiny_model
+from tests.model_folder import EOS
 
 COMMON = ["--heads", "lookup", "--max-new-tokens", "24", "--capacity", "96"]
 WORDS = "w3 w1 w4 w1 w5"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(write_tiny_model(tmp_path_factory.mktemp("models") / "tiny"))
 
 
 @pytest.fixture(scope="module")
@@ -27,11 +22,11 @@ def cache(tmp_path_factory):
 
 
 @pytest.fixture
-def decode(model, cache, capsys):
+def decode(tiny_model, cache, capsys):
     """Runs the command; returns exit code, standard output and standard error."""
 
     def run(*arguments):
-        argv = [*COMMON, "--model", model, "--cache-dir", cache, *arguments]
+        argv = [*COMMON, "--model", str(tiny_model), "--cache-dir", cache, *arguments]
         code = run_main(lambda: main(argv))
         captured = capsys.readouterr()
         return code, captured.out, captured.err

@@ -76,7 +76,7 @@ def choose_attend(cache: Path) -> Attend:
     Args:
       cache: where the compiled kernel is kept.
     """
-    if jax.default_backend() == "cpu" and tree_attention.build(cache):
+    if jax.default_backend() == "cpu" and tree_attention.KERNEL.build(cache):
         return tree_attention.attend
     return two_part_attention
 

@@ -81,10 +81,10 @@ def choose_linear(dtype: str, cache: Path) -> tuple[Linear, str]:
     if jax.default_backend() != "cpu":
         return xla, "xla"
     candidates = {"xla": linear_highest if dtype == "float32" else linear_bfloat16_two_rows}
-    if skinny_matmul.build(cache):
+    if skinny_matmul.KERNEL.build(cache):
         candidates["kernel"] = linear_kernel
     if len(candidates) == 1:
-        return candidates["xla"], f"xla ({skinny_matmul.reason()})"
+        return candidates["xla"], f"xla ({skinny_matmul.KERNEL.reason})"
     seconds = {name: _probe_s(linear, jnp.dtype(dtype)) for name, linear in candidates.items()}
     best = min(seconds, key=lambda name: seconds[name])
     return candidates[best], best

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import flax.linen as nn
 import jax
@@ -78,7 +78,8 @@ class Attention(nn.Module):
         x: Float[Array, "B T D"],
         rope: tuple[Array, Array],
         self_mask: Bool[Array, "#B T T"],
-        cached: KVCache,
+        cached_keys: Float[Array, "B G S C"],
+        cached_values: Float[Array, "B G S C"],
         lengths: RowInts,
     ) -> tuple[Float[Array, "B T D"], KVCache]:
         c = self.config
@@ -92,10 +93,9 @@ class Attention(nn.Module):
         rotated = rotate(qkv[:, :, :, :-1].reshape(batch, tokens, -1, c.head_dim), *rope)
         rotated = rotated.reshape(batch, tokens, c.num_kv_heads, c.queries_per_kv + 1, c.head_dim)
         query = rotated[:, :, :, :-1].reshape(batch, tokens, c.num_heads, c.head_dim)
-        slot_dtype = cached.keys.dtype
-        keys = rotated[:, :, :, -1].transpose(0, 2, 1, 3).astype(slot_dtype)
-        values = qkv[:, :, :, -1].transpose(0, 2, 1, 3).astype(slot_dtype)
-        mixed = self.attend(query, keys, values, self_mask, cached.keys, cached.values, lengths)
+        keys = rotated[:, :, :, -1].transpose(0, 2, 1, 3).astype(cached_keys.dtype)
+        values = qkv[:, :, :, -1].transpose(0, 2, 1, 3).astype(cached_values.dtype)
+        mixed = self.attend(query, keys, values, self_mask, cached_keys, cached_values, lengths)
         output = self.param("output", _weight_init, (c.hidden_size, c.num_heads * c.head_dim))
         return self.linear(mixed.reshape(batch, tokens, -1), output), KVCache(keys, values)
 
@@ -109,8 +109,9 @@ class GatedMLP(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         c = self.config
-        weight = self.param("gate_up", _weight_init, (2, c.intermediate_size, c.hidden_size))
-        gate, up = jnp.split(self.linear(x, weight.reshape(-1, c.hidden_size)), 2, axis=-1)
+        # Stored as one matrix: a TPU copies a layer's slice of [2, F, D] before it can reshape it.
+        weight = self.param("gate_up", _weight_init, (2 * c.intermediate_size, c.hidden_size))
+        gate, up = jnp.split(self.linear(x, weight), 2, axis=-1)
         down = self.param("down", _weight_init, (c.hidden_size, c.intermediate_size))
         return self.linear(nn.silu(gate) * up, down)
 
@@ -126,7 +127,8 @@ class Layer(nn.Module):
     def __call__(
         self,
         x: Float[Array, "B T D"],
-        cached: KVCache,
+        cached_keys: Float[Array, "B G S C"],
+        cached_values: Float[Array, "B G S C"],
         rope: tuple[Array, Array],
         self_mask: Bool[Array, "#B T T"],
         lengths: RowInts,
@@ -134,7 +136,7 @@ class Layer(nn.Module):
         c = self.config
         normed = RMSNorm(c.norm_eps, name="attention_norm")(x)
         attention = Attention(c, self.linear, self.attend, name="attention")
-        mixed, new = attention(normed, rope, self_mask, cached, lengths)
+        mixed, new = attention(normed, rope, self_mask, cached_keys, cached_values, lengths)
         middle = x + mixed
         normed = RMSNorm(c.norm_eps, name="mlp_norm")(middle)
         return middle + GatedMLP(c, self.linear, name="mlp")(normed), (new, x)
@@ -165,7 +167,8 @@ class Transformer(nn.Module):
                 Layer,
                 variable_axes={"params": 0},
                 split_rngs={"params": True},
-                in_axes=(0, nn.broadcast, nn.broadcast, nn.broadcast),
+                # One entry per argument; Flax declares the type of its default alone.
+                in_axes=cast(Any, (0, 0, nn.broadcast, nn.broadcast, nn.broadcast)),
                 length=c.num_layers,
             )
             self.layers = scanned(c, self.linear, self.attend)
@@ -197,16 +200,15 @@ class Transformer(nn.Module):
         x = jnp.take(self.embed.embedding, jnp.maximum(tokens, 0), axis=0).astype(jnp.float32)
         rope = rope_tables(rope_frequencies(c), positions)
         if c.scan_layers:
-            x, (new, inputs) = self.layers(x, cache, rope, self_mask, lengths)
+            x, (new, inputs) = self.layers(x, cache.keys, cache.values, rope, self_mask, lengths)
         else:
             layers, inputs = [], []
             for index, layer in enumerate(self.layer):
-                cached = KVCache(cache.keys[index], cache.values[index])
+                arguments = (x, cache.keys[index], cache.values[index], rope, self_mask, lengths)
                 if self.is_initializing():
-                    x, (added, entry) = layer(x, cached, rope, self_mask, lengths)
+                    x, (added, entry) = layer(*arguments)
                 else:
-                    apply_layer = _layer_function(c, self.linear, self.attend)
-                    x, (added, entry) = apply_layer(layer.variables, x, cached, rope, self_mask, lengths)
+                    x, (added, entry) = _layer_function(c, self.linear, self.attend)(layer.variables, *arguments)
                 layers.append(added)
                 inputs.append(entry)
             new = KVCache(tuple(a.keys for a in layers), tuple(a.values for a in layers))
@@ -239,6 +241,12 @@ def stack_layers(params: Params, num_layers: int) -> Params:
     return rest | {"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *(params[n] for n in names))}
 
 
+def unstack_layers(params: Params, num_layers: int) -> Params:
+    """The inverse of ``stack_layers``."""
+    rest = {name: value for name, value in params.items() if name != "layers"}
+    return rest | {f"layer_{i}": jax.tree.map(lambda leaf, i=i: leaf[i], params["layers"]) for i in range(num_layers)}
+
+
 def build_backbone(
     config: BackboneConfig, *, linear: Linear = linear_highest, attend: Attend = two_part_attention
 ) -> Backbone:
@@ -268,9 +276,9 @@ def build_backbone(
         cache: KVCache,
         lengths: RowInts,
     ) -> BackboneOutput:
-        return module.apply({"params": params}, tokens, positions, self_mask, cache, lengths)
+        return cast(BackboneOutput, module.apply({"params": params}, tokens, positions, self_mask, cache, lengths))
 
     def unembed(params: Params, normed: Float[Array, "*any D"]) -> Float[Array, "*any V"]:
-        return module.apply({"params": params}, normed, method="logits")
+        return cast(Array, module.apply({"params": params}, normed, method="logits"))
 
     return Backbone(config=config, init=init, forward=forward, unembed=unembed)

@@ -9,7 +9,7 @@ model.layers.{i}.self_attn.{q,k,v}_proj.weight layer_{i} / attention / qkv (grou
 model.layers.{i}.self_attn.{q,k,v}_proj.bias   layer_{i} / attention / qkv_bias (if config.qkv_bias)
 model.layers.{i}.self_attn.o_proj.weight       layer_{i} / attention / output
 model.layers.{i}.post_attention_layernorm...   layer_{i} / mlp_norm / scale
-model.layers.{i}.mlp.{gate,up}_proj.weight     layer_{i} / mlp / gate_up (0: gate, 1: up)
+model.layers.{i}.mlp.{gate,up}_proj.weight     layer_{i} / mlp / gate_up (rows of gate, then of up)
 model.layers.{i}.mlp.down_proj.weight          layer_{i} / mlp / down
 model.norm.weight                              final_norm / scale
 lm_head.weight                                 unembed / kernel (unless tied)
@@ -210,7 +210,7 @@ def _assemble_layer(
         "attention": attention,
         "mlp_norm": scale(layer_name(layer, "post_attention_layernorm.weight")),
         "mlp": {
-            "gate_up": np.stack(stacked(("mlp.gate", "mlp.up"), "weight")),
+            "gate_up": np.concatenate(stacked(("mlp.gate", "mlp.up"), "weight")),
             "down": matrix(layer_name(layer, "mlp.down_proj.weight")),
         },
     }
@@ -226,8 +226,8 @@ def tensors_from_params(config: BackboneConfig, params: Params) -> dict[str, np.
             "input_layernorm.weight": tree["attention_norm"]["scale"],
             "self_attn.o_proj.weight": attention["output"],
             "post_attention_layernorm.weight": tree["mlp_norm"]["scale"],
-            "mlp.gate_proj.weight": mlp["gate_up"][0],
-            "mlp.up_proj.weight": mlp["gate_up"][1],
+            "mlp.gate_proj.weight": mlp["gate_up"][: config.intermediate_size],
+            "mlp.up_proj.weight": mlp["gate_up"][config.intermediate_size :],
             "mlp.down_proj.weight": mlp["down"],
         }
         for suffix, name in (("weight", "qkv"), ("bias", "qkv_bias")):

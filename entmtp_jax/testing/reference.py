@@ -39,7 +39,7 @@ def reference_logits(config: BackboneConfig, params: Params, tokens: Sequence[in
         x = x + _attention(
             config, layer["attention"], _norm(config, layer["attention_norm"], x), cosines, sines, allowed
         )
-        gate, up = layer["mlp"]["gate_up"] @ _norm(config, layer["mlp_norm"], x).T
+        gate, up = np.split(layer["mlp"]["gate_up"] @ _norm(config, layer["mlp_norm"], x).T, 2)
         x = x + ((gate / (1 + np.exp(-gate))) * up).T @ layer["mlp"]["down"].T
     x = _norm(config, weights["final_norm"], x)
     output = weights["embed"]["embedding"] if config.tie_embeddings else weights["unembed"]["kernel"]
