@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from entmtp_jax.assets import assets_folder
-from entmtp_jax.backbone.attention import choose_attend, two_part_attention
-from entmtp_jax.backbone.precision import Linear, choose_linear
-from entmtp_jax.backbone.transformer import Backbone, build_backbone, output_matrix, stack_layers
+from entmtp_jax.backbone.attention import Attend, choose_attend, two_part_attention
+from entmtp_jax.backbone.precision import Linear, choose_linear, linear_kernel
+from entmtp_jax.backbone.transformer import Backbone, build_backbone, stack_layers
 from entmtp_jax.bank import Bank, find_bank, load_bank
 from entmtp_jax.checkpoints import load_backbone
 from entmtp_jax.checkpoints.fingerprint import fingerprint
@@ -22,15 +22,19 @@ from entmtp_jax.checkpoints.head_files import load_head, read_head_info
 from entmtp_jax.config import BackboneConfig
 from entmtp_jax.device import device_name
 from entmtp_jax.errors import UserError
+from entmtp_jax.heads.hybrid import Pair, build_hybrid
 from entmtp_jax.heads.interface import Head, Shared
 from entmtp_jax.heads.lookup import build_lookup
 from entmtp_jax.hub import resolve_model
+from entmtp_jax.parts import shared_matrices
 from entmtp_jax.scheduler import DEFAULT_WINDOW, Policy, Signal, fixed, ladder
 from entmtp_jax.text import Text, load_text
 from entmtp_jax.topology import autoregressive, chain
 from entmtp_jax.types import Params
 
 DTYPES = ("float32", "bfloat16")
+HYBRID_KINDS = ("mtp", "hydra", "medusa")  # which shipped heads a hybrid is made with, the best first
+HYBRID_MIN_SUFFIX = 2  # a single token has often occurred before by chance
 Notify = Callable[[str], None]  # takes one line for the user
 
 
@@ -45,6 +49,8 @@ class Model(NamedTuple):
       backbone: pure functions.
       params: on the device.
       linear: the matrix product, for heads too.
+      attend: the attention function, for heads too.
+      head_dtype: of the matrices of heads.
       text: tokenizer and chat template.
       fingerprint: says which weights these are.
     """
@@ -56,13 +62,15 @@ class Model(NamedTuple):
     backbone: Backbone
     params: Params
     linear: Linear
+    attend: Attend
+    head_dtype: str
     text: Text
     fingerprint: str
 
     @property
     def shared(self) -> Shared:
         """The matrices that heads may read."""
-        return Shared(embedding=self.params["embed"]["embedding"], output=output_matrix(self.params))
+        return shared_matrices(self.params)
 
 
 class Draft(NamedTuple):
@@ -113,6 +121,9 @@ def load_model(name: str, *, dtype: str, cache: Path, notify: Notify) -> Model:
         backbone=build_backbone(config, linear=linear, attend=attend),
         params=jax.tree.map(jnp.asarray, params),
         linear=linear,
+        attend=attend,
+        # Drafts need no exact arithmetic; a product that takes bfloat16 weights as they are then reads half the bytes.
+        head_dtype="bfloat16" if linear is linear_kernel else dtype,
         text=text,
         fingerprint=fingerprint(source),
     )
@@ -123,32 +134,53 @@ def load_draft(model: Model, heads: str, bank: str | Bank | None, *, notify: Not
 
     Args:
       model: the backbone.
-      heads: ``lookup``, a kind shipped for this model such as ``medusa``, or a head folder.
+      heads: ``lookup``, a kind shipped for this model such as ``medusa``, ``hybrid`` (lookup and the best shipped
+        kind), or a head folder.
       bank: a bank, or its file or name; None takes the shipped bank of this model and head, or a small default.
       notify: warned about heads of other weights.
 
     Raises:
       UserError: head or bank do not exist, are broken or do not fit.
     """
-    shipped = assets_folder("trees") / Path(model.name).name / heads / "general.json"
-    if isinstance(bank, Bank):
-        chosen = bank
-    elif bank is not None:
-        chosen = load_bank(find_bank(bank))
-    elif shipped.is_file():
-        chosen = load_bank(shipped)
+    chosen = _find_bank(model.name, heads, bank)
+    top_k = 1 if chosen is None else max(chosen.max_rank + 1, 1)
+    if heads == "lookup":
+        head, params = build_lookup(), {}
+    elif heads == "hybrid":
+        trained, trained_params = _load_trained(model, _best_shipped(model.name), top_k, notify)
+        head, params = build_hybrid(build_lookup(min_suffix=HYBRID_MIN_SUFFIX), trained), Pair({}, trained_params)
     else:
-        chosen = Bank("default", (autoregressive(), chain(3), chain(7)))
+        head, params = _load_trained(model, heads, top_k, notify)
+    if chosen is None:
+        chosen = Bank("default", tuple(chain(length) for length in sorted({min(n, head.max_depth) for n in (3, 7)})))
     if all(topology.depth for topology in chosen.topologies):
         chosen = dataclasses.replace(chosen, topologies=(autoregressive(), *chosen.topologies))
-    if heads == "lookup":
-        head = build_lookup()
-        return Draft(heads, head, head.init(jax.random.key(0)), chosen)
-    folder = head_folder(model.name, heads)
-    _warn_of_other_weights(model, folder, notify)
-    top_k = max(chosen.max_rank + 1, 1)
-    head, params = load_head(folder, model.config, model.shared, top_k=top_k, linear=model.linear)
     return Draft(heads, head, jax.tree.map(jnp.asarray, params), chosen)
+
+
+def _find_bank(model_name: str, heads: str, bank: str | Bank | None) -> Bank | None:
+    if isinstance(bank, Bank):
+        return bank
+    if bank is not None:
+        return load_bank(find_bank(bank))
+    shipped = assets_folder("trees") / Path(model_name).name / heads / "general.json"
+    return load_bank(shipped) if shipped.is_file() else None
+
+
+def _load_trained(model: Model, heads: str, top_k: int, notify: Notify) -> tuple[Head, Params]:
+    folder = head_folder(model.name, heads)
+    if read_head_info(folder).backbone_fingerprint != model.fingerprint:
+        notify(f"note: {folder} was trained on other weights than {model.name}; the text is right, acceptance may drop")
+    how = {"linear": model.linear, "attend": model.attend, "dtype": model.head_dtype}
+    return load_head(folder, model.config, model.shared, top_k=top_k, **how)
+
+
+def _best_shipped(model_name: str) -> str:
+    shipped = _shipped_heads(model_name)
+    kinds = [kind for kind in HYBRID_KINDS if kind in shipped]
+    if not kinds:
+        raise UserError(f"heads 'hybrid' need trained heads, but {model_name} ships none; give 'lookup' instead")
+    return kinds[0]
 
 
 def head_folder(model_name: str, heads: str) -> Path:
@@ -156,19 +188,18 @@ def head_folder(model_name: str, heads: str) -> Path:
     own = Path(heads)
     if (own / "config.json").is_file():
         return own
-    folder = assets_folder("models") / Path(model_name).name / "heads"
-    if (folder / heads / "config.json").is_file():
-        return folder / heads
-    shipped = sorted(path.parent.name for path in folder.glob("*/config.json"))
+    shipped = _shipped_heads(model_name)
+    if heads in shipped:
+        return shipped[heads]
     raise UserError(
         f"heads {heads!r}: no such folder with a config.json, and {model_name} ships {', '.join(shipped) or 'none'}; "
-        "give 'lookup', a shipped kind or a head folder"
+        "give 'lookup', 'hybrid', a shipped kind or a head folder"
     )
 
 
-def _warn_of_other_weights(model: Model, folder: Path, notify: Notify) -> None:
-    if read_head_info(folder).backbone_fingerprint != model.fingerprint:
-        notify(f"note: {folder} was trained on other weights than {model.name}; the text is right, acceptance may drop")
+def _shipped_heads(model_name: str) -> dict[str, Path]:
+    files = (assets_folder("models") / Path(model_name).name / "heads").glob("*/config.json")
+    return {file.parent.name: file.parent for file in sorted(files)}
 
 
 def make_policy(text: str, bank: Bank, *, dtype: str, batch: int, notify: Notify) -> Policy:

@@ -29,7 +29,7 @@ def draft(state, topology):
 
 def test_the_longest_suffix_comes_first_then_the_latest_occurrence():
     state = lookup_state([A, B, C, A, B, D, A, B])
-    tokens, found = continue_matches(state, 3, max_suffix=4, num_matches=4)
+    tokens, found = continue_matches(state, 3, min_suffix=1, max_suffix=4, num_matches=4)
     assert tokens[0, :2].tolist() == [[D, A, B], [C, A, B]]
     assert found[0].tolist() == [True, True, False, False]
 
@@ -37,7 +37,7 @@ def test_the_longest_suffix_comes_first_then_the_latest_occurrence():
 def test_a_longer_suffix_beats_a_later_occurrence():
     # "x a b" occurred once, followed by c; the later "a b" is followed by d.
     state = lookup_state([X, A, B, C, D, A, B, D, X, A, B])
-    tokens, _ = continue_matches(state, 1, max_suffix=4, num_matches=2)
+    tokens, _ = continue_matches(state, 1, min_suffix=1, max_suffix=4, num_matches=2)
     assert tokens[0, :, 0].tolist() == [C, D]
 
 
@@ -69,7 +69,7 @@ def test_rows_of_a_batch_are_searched_apart():
 def test_the_text_grows_by_what_is_committed():
     head = build_lookup()
     state = head.init_state(2, 10)
-    features = Features(*[jnp.zeros((2, 3, 1))] * 2, ())
+    features = Features(jnp.zeros((2, 3, 1)), jnp.zeros((2, 3, 1)), ())
     tokens, following = jnp.asarray([[A, B, C], [D, A, B]]), jnp.asarray([[B, C, D], [A, B, X]])
     positions = jnp.asarray([[0, 1, 2], [0, 1, 2]])
     valid = jnp.asarray([[True, True, True], [True, False, False]])

@@ -7,6 +7,7 @@ from pathlib import Path
 from entmtp_jax.checkpoints.gguf import load_gguf_config, open_gguf
 from entmtp_jax.checkpoints.huggingface import open_huggingface
 from entmtp_jax.checkpoints.huggingface_config import load_huggingface_config
+from entmtp_jax.checkpoints.huggingface_export import save_backbone
 from entmtp_jax.checkpoints.llama_names import TensorSource, params_from_tensors, tensors_from_params
 from entmtp_jax.config import BackboneConfig
 from entmtp_jax.errors import UserError
@@ -55,4 +56,4 @@ def _check_exists(source: Path) -> None:
         raise UserError(f"{source} does not exist; pass a Hugging Face folder or a .gguf file")
 
 
-__all__ = ["load_backbone", "load_config", "open_checkpoint", "tensors_from_params"]
+__all__ = ["load_backbone", "load_config", "open_checkpoint", "save_backbone", "tensors_from_params"]

@@ -1,13 +1,8 @@
 """Trained heads on disk: a folder with ``config.json``, ``heads.safetensors`` and ``provenance.json``.
 
-==============  =======  =============================================================================
-tensor          dtype    shape and meaning (medusa)
-==============  =======  =============================================================================
-kernel          float    ``[K, layers, D, D]`` weights of the residual blocks, ``[out, in]``
-bias            float    ``[K, layers, D]``
-output          float    ``[K, scored, D]`` output matrices; only if the heads own theirs
-draft_ids       int32    ``[scored]`` token id of every scored column; only with a draft vocabulary
-==============  =======  =============================================================================
+The tensors of every kind are listed in ``head_kinds``. Matrices are written as bfloat16, biases and the scales
+of norms as float32. Heads with a draft vocabulary have one more tensor, ``draft_ids``: int32 ``[scored]``, the
+token id of every scored column.
 
 The three files are renamed into place one by one; ``config.json`` comes last and holds the sum of the
 weights, so a folder that was cut off half-way is noticed and never read as something else.
@@ -17,32 +12,33 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes  # also what lets safetensors return bfloat16 arrays
 import numpy as np
+from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save as to_safetensors
 
-from entmtp_jax.backbone.precision import Linear, linear_kernel
+from entmtp_jax.backbone.attention import Attend, two_part_attention
+from entmtp_jax.backbone.precision import Linear
+from entmtp_jax.checkpoints.head_kinds import KINDS, HeadShape, expected_params, flat_names, kind_of, shape_keys
 from entmtp_jax.config import BackboneConfig
 from entmtp_jax.errors import UserError
 from entmtp_jax.heads.interface import Head, Shared
-from entmtp_jax.heads.medusa import MedusaConfig, build_medusa, prepare_medusa
-from entmtp_jax.json_files import COUNT, OBJECT, TEXT, Key, Kind, check_object, read_json, write_json
+from entmtp_jax.json_files import COUNT, OBJECT, TEXT, Key, check_object, read_json, write_json
 from entmtp_jax.types import Params
+from entmtp_jax.whole_files import replacing
 
 CONFIG_FILE, WEIGHTS_FILE, PROVENANCE_FILE = "config.json", "heads.safetensors", "provenance.json"
 SCHEMA = 1
 DRAFT_IDS = "draft_ids"
 FLOATS = ("F32", "F16", "BF16")
 
-FLAG = Kind("true or false", lambda value: isinstance(value, bool))
-COUNT_OR_NULL = Kind("a non-negative integer or null", lambda value: value is None or COUNT.holds(value))
 COMMON_KEYS = {
     "schema": Key(COUNT),
     "kind": Key(TEXT),
@@ -51,14 +47,6 @@ COMMON_KEYS = {
     "shape": Key(OBJECT),
     "draft_vocab": Key(OBJECT, required=False),
 }
-MEDUSA_KEYS = {
-    "hidden_size": Key(COUNT),
-    "vocab_size": Key(COUNT),
-    "num_heads": Key(COUNT),
-    "num_layers": Key(COUNT),
-    "draft_vocab_size": Key(COUNT_OR_NULL),
-    "own_output": Key(FLAG),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +54,7 @@ class HeadInfo:
     """What ``config.json`` says.
 
     Attributes:
-      kind: ``medusa``.
+      kind: one of ``head_kinds.KINDS``.
       shape: config of the heads.
       backbone_name: model that they were trained for.
       backbone_fingerprint: of its weights; see ``fingerprint``.
@@ -75,7 +63,7 @@ class HeadInfo:
     """
 
     kind: str
-    shape: MedusaConfig
+    shape: HeadShape
     backbone_name: str
     backbone_fingerprint: str
     weights_sha256: str
@@ -85,7 +73,8 @@ class HeadInfo:
 def save_head(
     folder: Path,
     *,
-    shape: MedusaConfig,
+    shape: HeadShape,
+    backbone: BackboneConfig,
     params: Params,
     draft_ids: np.ndarray | None,
     backbone_name: str,
@@ -93,12 +82,13 @@ def save_head(
     draft_vocab: Mapping[str, Any],
     provenance: Mapping[str, Any],
 ) -> None:
-    """Writes trained Medusa heads; other files of the folder, such as the card, stay.
+    """Writes trained heads; other files of the folder, such as the card, stay.
 
     Args:
       folder: created if need be.
-      shape: config of the heads.
-      params: of ``MedusaBlocks``; written as bfloat16.
+      shape: config of the heads, which tells their kind.
+      backbone: shape of the model that they were trained for.
+      params: as the kind's ``init`` makes them.
       draft_ids: ``[scored]`` ids, or None where the heads score the whole vocabulary.
       backbone_name: model that they were trained for.
       backbone_fingerprint: of its weights.
@@ -108,16 +98,20 @@ def save_head(
     Raises:
       UserError: the tensors do not fit the config, or the folder cannot be written.
     """
-    tensors = {name: np.asarray(value).astype(ml_dtypes.bfloat16) for name, value in params.items()}
+    tensors = {
+        name: np.asarray(value).astype(np.float32 if _keeps_float32(name) else ml_dtypes.bfloat16)
+        for name, value in flat_names(params).items()
+    }
     if draft_ids is not None:
         tensors[DRAFT_IDS] = np.asarray(draft_ids, np.int32)
-    _check_tensors(shape, tensors, str(folder))
+    _check_tensors(shape, backbone, tensors, str(folder))
     data = to_safetensors(tensors)
-    _write_bytes(folder / WEIGHTS_FILE, data)
+    with replacing(folder / WEIGHTS_FILE) as unfinished:
+        unfinished.write_bytes(data)
     write_json(folder / PROVENANCE_FILE, dict(provenance))
     config = {
         "schema": SCHEMA,
-        "kind": "medusa",
+        "kind": kind_of(shape),
         "backbone": {"name": backbone_name, "fingerprint": backbone_fingerprint},
         "shape": dataclasses.asdict(shape),
         "draft_vocab": dict(draft_vocab),
@@ -141,9 +135,10 @@ def read_head_info(folder: Path) -> HeadInfo:
     if data["schema"] != SCHEMA:
         raise UserError(f"{file}: schema {data['schema']}, but this version reads {SCHEMA}; update the package")
     backbone = check_object(data["backbone"], f"{file}, backbone", {"name": Key(TEXT), "fingerprint": Key(TEXT)})
-    shape = check_object(data["shape"], f"{file}, shape", MEDUSA_KEYS)
+    kind = KINDS[data["kind"]]
+    shape = check_object(data["shape"], f"{file}, shape", shape_keys(kind))
     try:
-        config = MedusaConfig(**shape)
+        config = kind.shape(**shape)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
     return HeadInfo(
@@ -157,7 +152,14 @@ def read_head_info(folder: Path) -> HeadInfo:
 
 
 def load_head(
-    folder: Path, backbone_config: BackboneConfig, shared: Shared, *, top_k: int, linear: Linear
+    folder: Path,
+    backbone_config: BackboneConfig,
+    shared: Shared,
+    *,
+    top_k: int,
+    linear: Linear,
+    attend: Attend = two_part_attention,
+    dtype: DTypeLike | None = None,
 ) -> tuple[Head, Params]:
     """Loads trained heads for a backbone.
 
@@ -167,9 +169,12 @@ def load_head(
       shared: its matrices; heads without output matrices take their rows from it.
       top_k: candidates ranked per head; fewer if the heads score fewer ids.
       linear: the matrix product.
+      attend: the attention function.
+      dtype: of the head's matrices, taken-over rows included; None is that of ``shared``. Biases and scales are
+        float32.
 
     Returns:
-      The head and its parameters: matrices in the backbone's dtype or, with the CPU kernel, in bfloat16.
+      The head and its parameters.
 
     Raises:
       UserError: heads of another backbone shape or of an unknown kind; a tensor that is missing, extra,
@@ -177,25 +182,21 @@ def load_head(
     """
     info = read_head_info(folder)
     _check_backbone(info, backbone_config, folder)
-    return KINDS[info.kind](info, _read_tensors(folder / WEIGHTS_FILE, info), shared, top_k, linear)
-
-
-def _build_medusa(
-    info: HeadInfo, tensors: dict[str, np.ndarray], shared: Shared, top_k: int, linear: Linear
-) -> tuple[Head, Params]:
+    tensors = _read_tensors(folder / WEIGHTS_FILE, info, backbone_config)
     draft_ids = tensors.pop(DRAFT_IDS, None)
-    # Drafts need no exact arithmetic: where the product takes bfloat16 weights as they are, half the bytes are read.
-    weights = jnp.bfloat16 if linear is linear_kernel else shared.output.dtype
-    dtypes = {"bias": jnp.float32}
-    params = {name: jnp.asarray(value, dtypes.get(name, weights)) for name, value in tensors.items()}
-    head = build_medusa(info.shape, top_k=min(top_k, info.shape.num_scored), linear=linear)
-    prepared = prepare_medusa(info.shape, params, draft_ids, shared)
-    if "output" in prepared:
-        prepared["output"] = prepared["output"].astype(weights)
-    return head, prepared
+    matrices = jnp.dtype(dtype or shared.output.dtype)
+    expected = expected_params(info.shape, backbone_config)
+    leaves = [jnp.asarray(tensors[n], jnp.float32 if _keeps_float32(n) else matrices) for n in flat_names(expected)]
+    kind = KINDS[info.kind]
+    params = kind.prepare(info.shape, jax.tree.unflatten(jax.tree.structure(expected), leaves), draft_ids, shared)
+    if "output" in params:
+        params["output"] = params["output"].astype(matrices)
+    top_k = min(top_k, info.shape.num_scored)
+    return kind.build(info.shape, backbone_config, top_k=top_k, linear=linear, attend=attend), params
 
 
-KINDS: dict[str, Callable[..., tuple[Head, Params]]] = {"medusa": _build_medusa}
+def _keeps_float32(name: str) -> bool:
+    return name.endswith(("bias", "scale"))
 
 
 def _check_backbone(info: HeadInfo, config: BackboneConfig, folder: Path) -> None:
@@ -208,7 +209,7 @@ def _check_backbone(info: HeadInfo, config: BackboneConfig, folder: Path) -> Non
             )
 
 
-def _read_tensors(file: Path, info: HeadInfo) -> dict[str, np.ndarray]:
+def _read_tensors(file: Path, info: HeadInfo, backbone: BackboneConfig) -> dict[str, np.ndarray]:
     try:
         digest = hashlib.sha256(file.read_bytes()).hexdigest()
         with safe_open(file, framework="numpy") as opened:
@@ -219,7 +220,7 @@ def _read_tensors(file: Path, info: HeadInfo) -> dict[str, np.ndarray]:
         raise UserError(f"cannot read {file}: {error.strerror}; is the folder complete?") from None
     except SafetensorError as error:
         raise UserError(f"{file} is truncated or no safetensors file: {error}") from None
-    _check_tensors(info.shape, tensors, str(file))
+    _check_tensors(info.shape, backbone, tensors, str(file))
     if digest != info.weights_sha256:
         raise UserError(f"{file} is not the file that {CONFIG_FILE} describes (sha256 differs); copy both again")
     return tensors
@@ -232,47 +233,25 @@ def _check_dtypes(dtypes: Mapping[str, str], where: str) -> None:
             raise UserError(f"{where}: tensor {name} has dtype {dtype}; readable: {', '.join(readable)}")
 
 
-def _expected_shapes(shape: MedusaConfig) -> dict[str, tuple[int, ...]]:
-    expected: dict[str, tuple[int, ...]] = {
-        "kernel": (shape.num_heads, shape.num_layers, shape.hidden_size, shape.hidden_size),
-        "bias": (shape.num_heads, shape.num_layers, shape.hidden_size),
-    }
-    if shape.own_output:
-        expected["output"] = (shape.num_heads, shape.num_scored, shape.hidden_size)
+def _check_tensors(shape: HeadShape, backbone: BackboneConfig, tensors: Mapping[str, np.ndarray], where: str) -> None:
+    """Every tensor is accounted for, of the right shape, and holds usable values."""
+    expected = {name: leaf.shape for name, leaf in flat_names(expected_params(shape, backbone)).items()}
     if shape.draft_vocab_size is not None:
         expected[DRAFT_IDS] = (shape.draft_vocab_size,)
-    return expected
-
-
-def _check_tensors(shape: MedusaConfig, tensors: Mapping[str, np.ndarray], where: str) -> None:
-    """Every tensor is accounted for, of the right shape, and holds usable values."""
-    expected = _expected_shapes(shape)
     for name, wanted in expected.items():
         if name not in tensors:
-            raise UserError(f"{where}: tensor {name} of shape {wanted} is missing")
+            raise UserError(f"{where}: tensor {name} of shape {wanted} is missing; {kind_of(shape)} heads have it")
         if tensors[name].shape != wanted:
-            raise UserError(f"{where}: tensor {name} has shape {tensors[name].shape}, but the config asks for {wanted}")
+            what = f"tensor {name} has shape {tensors[name].shape}"
+            raise UserError(f"{where}: {what}, but the config and the backbone ask for {wanted}")
         _check_values(name, tensors[name], shape, where)
     if extra := sorted(set(tensors) - set(expected)):
-        raise UserError(f"{where}: tensor {extra[0]} has no place in these heads")
+        raise UserError(f"{where}: tensor {extra[0]} has no place in {kind_of(shape)} heads of this config")
 
 
-def _check_values(name: str, tensor: np.ndarray, shape: MedusaConfig, where: str) -> None:
+def _check_values(name: str, tensor: np.ndarray, shape: HeadShape, where: str) -> None:
     if name == DRAFT_IDS:
         if len(np.unique(tensor)) < len(tensor) or tensor.min() < 0 or tensor.max() >= shape.vocab_size:
             raise UserError(f"{where}: tensor {name} must hold different token ids below {shape.vocab_size}")
     elif not np.isfinite(tensor.astype(np.float32)).all():
         raise UserError(f"{where}: tensor {name} holds NaN or infinity; train the heads again")
-
-
-def _write_bytes(path: Path, data: bytes) -> None:
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            unfinished.write_bytes(data)
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; choose a writable path") from None

@@ -6,13 +6,17 @@ is the next distinct token among the continuations that agree with the node's pa
 best occurrence and branches follow the others.
 """
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from entmtp_jax.heads.interface import NO_TOKEN, Draft, Features, Head, Proposal, Shared
-from entmtp_jax.topology import Topology
+from entmtp_jax.errors import UserError
+from entmtp_jax.heads.candidates import NO_TOKEN, Candidates
+from entmtp_jax.heads.interface import Features, Head, Shared
+from entmtp_jax.heads.levels import Level
 from entmtp_jax.types import Array, Bool, Int, Params, PRNGKey, RowInts
 
 MAX_DEPTH = 16
@@ -32,71 +36,92 @@ class LookupState(NamedTuple):
     length: RowInts
 
 
-def build_lookup(*, max_suffix: int = MAX_SUFFIX, num_matches: int = NUM_MATCHES) -> Head:
+class _Matches(NamedTuple):
+    """Occurrences that are continued, and which of them agree with the path to each live node."""
+
+    continuations: Int[Array, "B matches depth"]
+    agreeing: Bool[Array, "B P matches"]
+
+
+def build_lookup(*, min_suffix: int = 1, max_suffix: int = MAX_SUFFIX, num_matches: int = NUM_MATCHES) -> Head:
     """The lookup head.
 
     Args:
+      min_suffix: shortest suffix whose occurrences are continued, in tokens; a short one occurs by chance.
       max_suffix: longest suffix that is compared, in tokens.
       num_matches: occurrences that are kept, best first; also the number of ranks.
     """
-
-    def init(key: PRNGKey) -> Params:
-        del key
-        return {}
-
-    def init_state(batch: int, slots: int) -> LookupState:
-        # One more than the cache: the root is known before it is committed.
-        return LookupState(text=jnp.zeros((batch, slots + 1), jnp.int32), length=jnp.zeros(batch, jnp.int32))
-
-    def advance(
-        params: Params,
-        shared: Shared,
-        state: LookupState,
-        features: Features,
-        tokens: Int[Array, "B T"],
-        next_tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        valid: Bool[Array, "B T"],
-    ) -> LookupState:
-        del params, shared, features
-        slots = jnp.arange(state.text.shape[1])
-        text = state.text
-        # A token at position p and the one after it; few positions per call, so a comparison beats a scatter.
-        for offset, values in ((0, tokens), (1, next_tokens)):
-            hit = (slots == (positions + offset)[:, :, None]) & valid[:, :, None]
-            text = jnp.where(hit.any(1), jnp.sum(jnp.where(hit, values[:, :, None], 0), axis=1), text)
-        length = jnp.max(jnp.where(valid, positions + 2, 0), axis=1)
-        return LookupState(text=text, length=jnp.maximum(length, state.length))
-
-    def propose(params: Params, shared: Shared, state: LookupState, root: RowInts, depth: int) -> Proposal:
-        del params, shared, root
-        continuations, found = continue_matches(state, depth, max_suffix=max_suffix, num_matches=num_matches)
-        certain = jnp.where(found[:, :1], 0.0, -jnp.inf)  # a copied token has no probability but "as seen"
-        return Proposal(chain_logprobs=jnp.repeat(certain, depth, axis=1), parts=(continuations, found))
-
-    def complete(
-        params: Params, shared: Shared, state: LookupState, root: RowInts, proposal: Proposal, topology: Topology
-    ) -> Draft:
-        del params, shared, state
-        continuations, found = proposal.parts
-        tokens = _place(continuations, found, root, topology)
-        empty = (tokens == NO_TOKEN).at[:, 0].set(False)
-        return Draft(tokens=tokens, logprobs=jnp.where(empty, -jnp.inf, 0.0))
-
+    if not 1 <= min_suffix <= max_suffix:
+        raise UserError(f"the shortest suffix must have 1 to {max_suffix} tokens (the longest); got {min_suffix}")
+    find = functools.partial(continue_matches, min_suffix=min_suffix, max_suffix=max_suffix, num_matches=num_matches)
     return Head(
         name="lookup",
         max_depth=MAX_DEPTH,
         top_k=num_matches,
-        init=init,
-        init_state=init_state,
-        advance=advance,
-        propose=propose,
-        complete=complete,
+        init=_init,
+        init_state=_init_state,
+        advance=_advance,
+        start=functools.partial(_start, find),
+        expand=_expand,
     )
 
 
+def _init(key: PRNGKey) -> Params:
+    del key
+    return {}
+
+
+def _init_state(batch: int, slots: int) -> LookupState:
+    # One more than the cache: the root is known before it is committed.
+    return LookupState(text=jnp.zeros((batch, slots + 1), jnp.int32), length=jnp.zeros(batch, jnp.int32))
+
+
+def _advance(
+    params: Params,
+    shared: Shared,
+    state: LookupState,
+    features: Features,
+    tokens: Int[Array, "B T"],
+    next_tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+) -> LookupState:
+    del params, shared, features
+    slots = jnp.arange(state.text.shape[1])
+    text = state.text
+    # A token at position p and the one after it; few positions per call, so a comparison beats a scatter.
+    for offset, values in ((0, tokens), (1, next_tokens)):
+        hit = (slots == (positions + offset)[:, :, None]) & valid[:, :, None]
+        text = jnp.where(hit.any(1), jnp.sum(jnp.where(hit, values[:, :, None], 0), axis=1), text)
+    length = jnp.max(jnp.where(valid, positions + 2, 0), axis=1)
+    return LookupState(text=text, length=jnp.maximum(length, state.length))
+
+
+def _start(
+    find: Callable[[LookupState, int], tuple[Array, Array]],
+    params: Params,
+    shared: Shared,
+    state: LookupState,
+    root: RowInts,
+    depth: int,
+) -> tuple[Candidates, _Matches]:
+    del params, shared, root  # the text ends with the root
+    continuations, found = find(state, depth)
+    return distinct(continuations[:, :, 0], found[:, None]), _Matches(continuations, found[:, None])
+
+
+def _expand(
+    params: Params, shared: Shared, state: LookupState, matches: _Matches, level: Level, tokens: Int[Array, "B P"]
+) -> tuple[Candidates, _Matches]:
+    del params, shared, state
+    continuations = matches.continuations
+    here = continuations[:, None, :, level.depth - 1] == tokens[:, :, None]
+    agreeing = matches.agreeing[:, level.sources] & here
+    return distinct(continuations[:, :, level.depth], agreeing), _Matches(continuations, agreeing)
+
+
 def continue_matches(
-    state: LookupState, depth: int, *, max_suffix: int, num_matches: int
+    state: LookupState, depth: int, *, min_suffix: int, max_suffix: int, num_matches: int
 ) -> tuple[Int[Array, "B matches depth"], Bool[Array, "B matches"]]:
     """Tokens after the best earlier occurrences of each row's suffix.
 
@@ -120,7 +145,7 @@ def continue_matches(
         inside = (where >= back) & (last[:, None] >= back)
         agreeing = agreeing & (shifted == suffix_token) & inside
         matched = matched + agreeing
-    usable = (where < last[:, None]) & (matched > 0)
+    usable = (where < last[:, None]) & (matched >= min_suffix)
     # Longer suffix first, then the later occurrence.
     score = jnp.where(usable, matched * slots + where, -1)
     best, ends = jax.lax.top_k(score, num_matches)
@@ -130,22 +155,21 @@ def continue_matches(
     return continuations, best >= 0
 
 
-def _place(
-    continuations: Int[Array, "B matches depth"], found: Bool[Array, "B matches"], root: RowInts, topology: Topology
-) -> Int[Array, "B N"]:
-    """Puts continuations on the nodes: siblings differ, children agree with their parent's path."""
-    placed: dict[int, list[Array]] = {}  # tokens of each parent's children so far
-    by_row = {0: (root, found)}  # token of each row, and the occurrences that continue with its path
-    order = sorted(range(1, topology.num_rows), key=lambda row: (topology.depths[row], topology.ranks[row]))
-    for row in order:  # lower ranks before higher ones, whatever the order of the rows
-        parent = topology.parents[row]
-        next_tokens = continuations[:, :, topology.depths[row] - 1]
-        open_matches = by_row[parent][1]
-        for sibling in placed.get(parent, []):
-            open_matches = open_matches & (next_tokens != sibling[:, None])
-        first = jnp.argmax(open_matches, axis=1)
-        token = jnp.take_along_axis(next_tokens, first[:, None], axis=1)[:, 0]
-        token = jnp.where(open_matches.any(axis=1), token, NO_TOKEN)
-        by_row[row] = (token, by_row[parent][1] & (next_tokens == token[:, None]))
-        placed.setdefault(parent, []).append(token)
-    return jnp.stack([by_row[row][0] for row in range(topology.num_rows)], axis=1)
+def distinct(next_tokens: Int[Array, "B matches"], agreeing: Bool[Array, "B P matches"]) -> Candidates:
+    """The different next tokens of the occurrences that agree with each node, in the order of the occurrences.
+
+    A copied token has no probability but "as seen": its log-probability is 0.
+
+    Example: next tokens ``[c, d, c, x]``; a node with which all but the second agree gets ``[c, x, NO_TOKEN,
+    NO_TOKEN]``.
+    """
+    matches = next_tokens.shape[1]
+    same = next_tokens[:, :, None] == next_tokens[:, None, :]
+    earlier = jnp.tril(jnp.ones((matches, matches), bool), -1)
+    repeated = (same & earlier)[:, None] & agreeing[:, :, None, :]
+    kept = agreeing & ~repeated.any(-1)
+    place = jnp.cumsum(kept, axis=-1) - 1
+    chosen = kept[:, :, None, :] & (place[:, :, None, :] == jnp.arange(matches)[:, None])
+    tokens = jnp.where(chosen, next_tokens[:, None, None], 0).sum(axis=-1)
+    exists = chosen.any(axis=-1)
+    return Candidates(jnp.where(exists, tokens, NO_TOKEN), jnp.where(exists, 0.0, -jnp.inf))

@@ -6,22 +6,23 @@ ids, and either owns its output matrix or shares the backbone's rows of these id
 """
 
 import dataclasses
-from typing import NamedTuple
+import functools
+from typing import NamedTuple, cast
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 import numpy as np
 
 from entmtp_jax.backbone.precision import Linear, linear_highest
 from entmtp_jax.errors import UserError
-from entmtp_jax.heads.interface import Draft, Features, Head, Proposal, Shared, last_valid
-from entmtp_jax.topology import Topology
+from entmtp_jax.heads.candidates import Candidates, ScoredIds, rank_candidates, scored_rows, scored_vocabulary
+from entmtp_jax.heads.interface import Features, Head, Shared, last_valid
+from entmtp_jax.heads.levels import Level
 from entmtp_jax.types import Array, Bool, Float, Int, Params, PRNGKey, RowInts
 
 
 @dataclasses.dataclass(frozen=True)
-class MedusaConfig:
+class MedusaConfig(ScoredIds):
     """Shape of a set of Medusa heads.
 
     Attributes:
@@ -43,13 +44,7 @@ class MedusaConfig:
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_layers < 1:
             raise UserError(f"Medusa heads need at least one head and one layer; got {self}")
-        if self.draft_vocab_size is not None and not 0 < self.draft_vocab_size <= self.vocab_size:
-            raise UserError(f"draft vocabulary of {self.draft_vocab_size} ids, but the model has {self.vocab_size}")
-
-    @property
-    def num_scored(self) -> int:
-        """Ids that the heads score."""
-        return self.vocab_size if self.draft_vocab_size is None else self.draft_vocab_size
+        self.check_scored()
 
 
 class MedusaBlocks(nn.Module):
@@ -76,17 +71,22 @@ class MedusaBlocks(nn.Module):
           shared_output: the backbone's rows of the scored ids; unused by heads that own theirs.
           depth: how many heads to run.
         """
+        states = self.states(normed, depth)
+        if self.config.own_output:
+            return [self.linear(x, self.output[i]) for i, x in enumerate(states)]
+        # One product for all heads, so that the shared matrix is read once.
+        logits = self.linear(jnp.stack(states), shared_output)
+        return [logits[i] for i in range(depth)]
+
+    def states(self, normed: Float[Array, "*any D"], depth: int) -> list[Float[Array, "*any D"]]:
+        """Outputs of the residual blocks of heads ``0 .. depth - 1``: what is multiplied with output rows."""
         states = []
         for i in range(depth):
             x = normed
             for layer in range(self.config.num_layers):
                 x = x + nn.silu(self.linear(x, self.kernel[i, layer]) + self.bias[i, layer])
             states.append(x)
-        if self.config.own_output:
-            return [self.linear(x, self.output[i]) for i, x in enumerate(states)]
-        # One product for all heads, so that the shared matrix is read once.
-        logits = self.linear(jnp.stack(states), shared_output)
-        return [logits[i] for i in range(depth)]
+        return states
 
 
 class MedusaState(NamedTuple):
@@ -108,13 +108,7 @@ def prepare_medusa(config: MedusaConfig, params: Params, draft_ids: np.ndarray |
       draft_ids: ``[draft_vocab_size]`` int32 ids that the heads score, or None for all.
       shared: the backbone's matrices.
     """
-    prepared = {"blocks": params}
-    if draft_ids is not None:
-        ids = jnp.asarray(draft_ids, jnp.int32)
-        prepared["draft_ids"] = ids
-        if not config.own_output:
-            prepared["output"] = jnp.take(shared.output, ids, axis=0)
-    return prepared
+    return {"blocks": params} | scored_vocabulary(draft_ids, None if config.own_output else shared.output)
 
 
 def build_medusa(config: MedusaConfig, *, top_k: int = 10, linear: Linear = linear_highest) -> Head:
@@ -124,65 +118,71 @@ def build_medusa(config: MedusaConfig, *, top_k: int = 10, linear: Linear = line
       config: shape of the heads.
       top_k: candidates ranked per head, at most the scored ids.
       linear: the matrix product.
+
+    Raises:
+      UserError: ``top_k`` exceeds the scored ids.
     """
+    config.check_top_k(top_k)
     module = MedusaBlocks(config, linear)
-    if top_k > config.num_scored:
-        raise UserError(f"top-k of {top_k} candidates, but the heads score only {config.num_scored} ids")
-
-    def init(key: PRNGKey) -> Params:
-        one = jnp.zeros((1, config.hidden_size))
-        rows = jnp.zeros((config.num_scored, config.hidden_size))
-        blocks = module.init(key, one, rows, config.num_heads)["params"]
-        draft_ids = None if config.draft_vocab_size is None else np.arange(config.num_scored)
-        return prepare_medusa(config, blocks, draft_ids, Shared(rows, rows))
-
-    def init_state(batch: int, slots: int) -> MedusaState:
-        del slots
-        return MedusaState(normed=jnp.zeros((batch, config.hidden_size)))
-
-    def advance(
-        params: Params,
-        shared: Shared,
-        state: MedusaState,
-        features: Features,
-        tokens: Int[Array, "B T"],
-        next_tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        valid: Bool[Array, "B T"],
-    ) -> MedusaState:
-        del params, shared, tokens, next_tokens, positions
-        return MedusaState(normed=last_valid(features.normed, valid, state.normed))
-
-    def propose(params: Params, shared: Shared, state: MedusaState, root: RowInts, depth: int) -> Proposal:
-        del root  # parallel heads do not look at it
-        output = params["output"] if "output" in params else shared.output
-        logits = module.apply({"params": params["blocks"]}, state.normed, output, depth)
-        logprobs, ids = zip(*(jax.lax.top_k(jax.nn.log_softmax(head, axis=-1), top_k) for head in logits), strict=True)
-        tokens = jnp.stack(ids, axis=1)
-        if "draft_ids" in params:
-            tokens = params["draft_ids"][tokens]
-        stacked = jnp.stack(logprobs, axis=1)
-        return Proposal(chain_logprobs=stacked[:, :, 0], parts=(tokens, stacked))
-
-    def complete(
-        params: Params, shared: Shared, state: MedusaState, root: RowInts, proposal: Proposal, topology: Topology
-    ) -> Draft:
-        del params, shared, state
-        tokens, logprobs = proposal.parts
-        head = np.asarray(topology.depths[1:]) - 1
-        rank = np.asarray(topology.ranks[1:])
-        return Draft(
-            tokens=jnp.concatenate([root[:, None], tokens[:, head, rank]], axis=1),
-            logprobs=jnp.pad(logprobs[:, head, rank], ((0, 0), (1, 0))),
-        )
-
     return Head(
         name="medusa",
         max_depth=config.num_heads,
         top_k=top_k,
-        init=init,
-        init_state=init_state,
-        advance=advance,
-        propose=propose,
-        complete=complete,
+        init=functools.partial(_init, module),
+        init_state=functools.partial(_init_state, config.hidden_size),
+        advance=_advance,
+        start=functools.partial(_start, module, top_k),
+        expand=_expand,
     )
+
+
+def init_medusa(config: MedusaConfig, key: PRNGKey) -> Params:
+    """Parameters of ``MedusaBlocks``: blocks that pass the hidden state on, random output matrices."""
+    one = jnp.zeros((1, config.hidden_size))
+    rows = jnp.zeros((config.num_scored, config.hidden_size))
+    return MedusaBlocks(config).init(key, one, rows, config.num_heads)["params"]
+
+
+def _init(module: MedusaBlocks, key: PRNGKey) -> Params:
+    config = module.config
+    rows = jnp.zeros((config.num_scored, config.hidden_size))
+    draft_ids = None if config.draft_vocab_size is None else np.arange(config.num_scored)
+    return prepare_medusa(config, init_medusa(config, key), draft_ids, Shared(rows, rows))
+
+
+def _init_state(hidden_size: int, batch: int, slots: int) -> MedusaState:
+    del slots
+    return MedusaState(normed=jnp.zeros((batch, hidden_size)))
+
+
+def _advance(
+    params: Params,
+    shared: Shared,
+    state: MedusaState,
+    features: Features,
+    tokens: Int[Array, "B T"],
+    next_tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    valid: Bool[Array, "B T"],
+) -> MedusaState:
+    del params, shared, tokens, next_tokens, positions
+    return MedusaState(normed=last_valid(features.normed, valid, state.normed))
+
+
+def _start(
+    module: MedusaBlocks, top_k: int, params: Params, shared: Shared, state: MedusaState, root: RowInts, depth: int
+) -> tuple[Candidates, Candidates]:
+    """Candidates after the root, and those of every depth to carry along: parallel heads see no drafts."""
+    del root
+    output = scored_rows(params, shared.output)
+    logits = cast(list[Array], module.apply({"params": params["blocks"]}, state.normed, output, depth))
+    by_depth = rank_candidates(jnp.stack(logits, axis=1), top_k, params.get("draft_ids"))
+    return Candidates(by_depth.tokens[:, :1], by_depth.logprobs[:, :1]), by_depth
+
+
+def _expand(
+    params: Params, shared: Shared, state: MedusaState, by_depth: Candidates, level: Level, tokens: Int[Array, "B P"]
+) -> tuple[Candidates, Candidates]:
+    del params, shared, state
+    same = [level.depth] * tokens.shape[1]
+    return Candidates(by_depth.tokens[:, same], by_depth.logprobs[:, same]), by_depth

@@ -10,12 +10,14 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
-from entmtp_jax.heads.interface import Draft, Features, Head, Proposal, Shared
-from entmtp_jax.topology import Topology
+from entmtp_jax.heads.candidates import NO_TOKEN, Candidates
+from entmtp_jax.heads.interface import Features, Head, Shared
+from entmtp_jax.heads.levels import Level
 from entmtp_jax.types import Array, Bool, Int, Params, PRNGKey, RowInts
 
 ALWAYS = 0  # rank of the true token: an oracle
 NEVER = -1  # at no rank: an adversary
+NOTHING = -2  # no candidate at all
 
 
 def replay_params(texts: Sequence[Sequence[int]], true_rank: np.ndarray | int, *, slots: int) -> Params:
@@ -43,7 +45,7 @@ class ReplayState(NamedTuple):
 
 
 def replay_head(*, vocab_size: int, max_depth: int = 8, top_k: int = 16) -> Head:
-    """A head that offers the true token at a known rank and wrong, different tokens at the others."""
+    """A head that offers the true token at a known rank and wrong, different tokens at the others, or nothing."""
 
     def init_state(batch: int, slots: int) -> ReplayState:
         del slots
@@ -63,26 +65,28 @@ def replay_head(*, vocab_size: int, max_depth: int = 8, top_k: int = 16) -> Head
         root = jnp.max(jnp.where(valid, positions + 1, 0), axis=1)
         return ReplayState(position=jnp.maximum(state.position, root))
 
-    def propose(params: Params, shared: Shared, state: ReplayState, root: RowInts, depth: int) -> Proposal:
-        del params, shared, state
-        return Proposal(chain_logprobs=jnp.zeros((root.shape[0], depth)), parts=None)
-
-    def complete(
-        params: Params, shared: Shared, state: ReplayState, root: RowInts, proposal: Proposal, topology: Topology
-    ) -> Draft:
-        del shared, proposal
+    def candidates(params: Params, state: ReplayState, depth: int, count: int) -> Candidates:
+        """The same below each of ``count`` nodes of a depth."""
         text, true_rank = params["text"], params["true_rank"]
-        columns = [root]
-        for depth, rank in zip(topology.depths[1:], topology.ranks[1:], strict=True):
-            position = state.position + depth
-            inside = jnp.minimum(position, text.shape[1] - 1)
-            true = jnp.take_along_axis(text, inside[:, None], axis=1)[:, 0]
-            columns.append((true + rank - true_rank[inside]) % vocab_size)
-        tokens = jnp.stack(columns, axis=1)
-        return Draft(tokens=tokens, logprobs=jnp.zeros(tokens.shape))
+        inside = jnp.minimum(state.position + depth + 1, text.shape[1] - 1)[:, None]
+        true = jnp.take_along_axis(text, inside, axis=1)
+        ranked = (true + jnp.arange(top_k) - true_rank[inside]) % vocab_size
+        offered = jnp.where(true_rank[inside] == NOTHING, NO_TOKEN, ranked)
+        tokens = jnp.broadcast_to(offered[:, None], (len(text), count, top_k))
+        return Candidates(tokens, jnp.where(tokens == NO_TOKEN, -jnp.inf, 0.0))
+
+    def start(params: Params, shared: Shared, state: ReplayState, root: RowInts, depth: int) -> tuple[Candidates, None]:
+        del shared, root, depth
+        return candidates(params, state, 0, 1), None
+
+    def expand(
+        params: Params, shared: Shared, state: ReplayState, carry: None, level: Level, tokens: Int[Array, "B P"]
+    ) -> tuple[Candidates, None]:
+        del shared, carry
+        return candidates(params, state, level.depth, tokens.shape[1]), None
 
     def init(key: PRNGKey) -> Params:
         del key
         return replay_params([[0]], ALWAYS, slots=1)
 
-    return Head("replay", max_depth, top_k, init, init_state, advance, propose, complete)
+    return Head("replay", max_depth, top_k, init, init_state, advance, start, expand)
