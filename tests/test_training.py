@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from entmtp_jax.errors import UserError
 from entmtp_jax.heads.medusa import MedusaConfig
-from entmtp_jax.training.accuracy import NOT_RANKED, accuracies, build_target_ranks, evaluate
+from entmtp_jax.training.accuracy import NOT_RANKED, accuracies
 from entmtp_jax.training.data import from_sequences
 from entmtp_jax.training.draft_vocab import (
     MISS,
@@ -25,17 +25,19 @@ from entmtp_jax.training.draft_vocab import (
     to_columns,
 )
 from entmtp_jax.training.examples import Examples
-from entmtp_jax.training.loop import batch_indices
-from entmtp_jax.training.medusa import (
+from entmtp_jax.training.head_run import Constants, Recipe, build_gradient, build_update, stored_precision
+from entmtp_jax.training.loop import LoopConfig, batch_indices
+from entmtp_jax.training.losses import (
     NUM_FREQUENT,
-    Batch,
-    build_loss,
-    full_nll,
-    init_params,
-    sampled_nll,
-    weighted_mean,
+    DraftLoss,
+    cross_entropy,
+    depth_weights,
+    divergence,
+    weighted_logits,
+    weighted_sum,
 )
-from entmtp_jax.training.optimizer import build_optimizer, learning_rates
+from entmtp_jax.training.medusa import Batch, build_loss, build_target_ranks, init_params, medusa_problem
+from entmtp_jax.training.optimizer import build_optimizer, init_state, learning_rates
 
 
 def silu(x):
@@ -77,17 +79,35 @@ def random_problem(scored, *, hidden_size=8, heads=3, layers=2, count=20, seed=0
     return shape, params, hidden, rows, columns
 
 
+KIND = DraftLoss(depth_weights(0.8, 3))
+
+
+def constants(rows):
+    return Constants(jnp.asarray(rows), jnp.zeros((1, rows.shape[1])))
+
+
+def plain_batch(hidden, columns):
+    return Batch(jnp.asarray(hidden), jnp.asarray(columns), None)
+
+
 def test_loss_of_the_worked_example():
-    nll = jnp.asarray([[1.0, 2.0], [3.0, 9.0]])
-    loss, per_head = weighted_mean(nll, jnp.asarray([[True, True], [True, False]]))
-    np.testing.assert_allclose(per_head, [2, 2])
+    losses = [jnp.asarray([1.0, 3.0]), jnp.asarray([2.0, 9.0])]
+    valid = [jnp.asarray([True, True]), jnp.asarray([True, False])]
+    loss, per_depth = weighted_sum(losses, valid, (1, 0.8))
+    np.testing.assert_allclose(per_depth, [2, 2])
     assert float(loss) == pytest.approx(3.6)
+
+
+def test_depth_weights_are_those_of_the_papers():
+    assert depth_weights(0.8, 3) == pytest.approx((1, 0.8, 0.64))
+    fast = np.asarray(depth_weights(0.6, 3))
+    np.testing.assert_allclose(fast / fast.sum(), [0.51, 0.31, 0.18], atol=0.005)
 
 
 def test_loss_equals_the_formula_written_plainly():
     shape, params, hidden, rows, columns = random_problem(13)
     on_device = jax.tree.map(jnp.asarray, params)
-    loss, _ = build_loss(shape)(on_device, Batch(jnp.asarray(hidden), jnp.asarray(columns)), jnp.asarray(rows), None)
+    loss, _ = build_loss(shape, KIND)(on_device, plain_batch(hidden, columns), constants(rows), None)
     assert float(loss) == pytest.approx(numpy_loss(numpy_logits(params, hidden, rows), columns), rel=1e-5)
 
 
@@ -98,53 +118,124 @@ def test_misses_and_missing_targets_have_no_gradient():
     on_device = jax.tree.map(jnp.asarray, params)
 
     def loss(hidden):
-        return build_loss(shape)(on_device, Batch(hidden, jnp.asarray(columns)), jnp.asarray(rows), None)[0]
+        return build_loss(shape, KIND)(on_device, Batch(hidden, jnp.asarray(columns), None), constants(rows), None)[0]
 
     gradient = np.asarray(jax.grad(loss)(jnp.asarray(hidden)))
     assert (gradient[::2] == 0).all()
     assert (np.abs(gradient[1::2][columns[1::2, 0] >= 0]).max(axis=1) > 0).all()
 
 
+@pytest.fixture
+def one_frequent(monkeypatch):
+    monkeypatch.setattr("entmtp_jax.training.losses.NUM_FREQUENT", 1)
+
+
+@pytest.mark.usefixtures("one_frequent")
 @pytest.mark.parametrize(("column", "total"), [(0, 4.0), (2, 2.0), (3, 5.0)])
 def test_sampled_softmax_of_the_worked_example(column, total):
-    nll = sampled_nll(jnp.zeros((1, 2)), jnp.zeros(1), jnp.asarray([column]), jnp.asarray([2]), 3)
-    assert float(nll[0]) == pytest.approx(math.log(total), rel=1e-6)
+    logits, target = weighted_logits(jnp.zeros((1, 2)), jnp.ones((4, 2)), jnp.asarray([column]), jnp.asarray([2]))
+    assert float(jnp.exp(logits).sum()) == pytest.approx(total, rel=1e-6)
+    assert float(cross_entropy(logits, target)[0]) == pytest.approx(math.log(total), rel=1e-6)
 
 
 @pytest.mark.parametrize("column", range(6))
-def test_sampled_partition_function_is_unbiased(column):
+def test_sampled_partition_function_is_unbiased(column, monkeypatch):
     """Mean over every possible sample of 2 of the 4 rare columns, for a frequent and for a rare target."""
-    logits = np.random.default_rng(1).normal(size=6).astype(np.float32)
-    target, totals = jnp.asarray([column]), []
+    monkeypatch.setattr("entmtp_jax.training.losses.NUM_FREQUENT", 2)
+    rng = np.random.default_rng(1)
+    state, rows = rng.normal(size=(1, 5)).astype(np.float32), rng.normal(size=(6, 5)).astype(np.float32)
+    exact = (state @ rows.T)[0]
+    totals = []
     for sample in itertools.combinations(range(2, 6), 2):
-        scored = jnp.asarray(logits[[0, 1, *sample]])[None]
-        nll = sampled_nll(scored, jnp.asarray(logits[column])[None], target, jnp.asarray(sample), 4)
-        totals.append(math.exp(float(nll[0]) + logits[column]))
-    assert np.mean(totals) == pytest.approx(np.exp(logits).sum(), rel=1e-5)
+        arguments = (jnp.asarray(state), jnp.asarray(rows), jnp.asarray([column]), jnp.asarray(sample))
+        logits, target = weighted_logits(*arguments)
+        assert float(logits[0, target[0]]) == pytest.approx(float(exact[column]), rel=1e-5)
+        totals.append(float(jnp.exp(logits).sum()))
+    assert np.mean(totals) == pytest.approx(np.exp(exact).sum(), rel=1e-5)
 
 
-def test_sampling_all_rare_columns_is_the_full_softmax():
+@pytest.mark.parametrize("teacher", [0.0, 0.7])
+def test_sampling_all_rare_columns_is_the_full_softmax(teacher):
     shape, params, hidden, rows, columns = random_problem(NUM_FREQUENT + 30, count=40)
     columns[:20] = np.random.default_rng(2).integers(NUM_FREQUENT, NUM_FREQUENT + 30, size=(20, 3))
-    batch = Batch(jnp.asarray(hidden), jnp.asarray(columns))
+    states = np.random.default_rng(3).normal(size=(40, 3, 8)).astype(np.float32)
+    batch = Batch(jnp.asarray(hidden), jnp.asarray(columns), jnp.asarray(states))
     everything = jnp.arange(NUM_FREQUENT, NUM_FREQUENT + 30)
-    gradient_of = jax.value_and_grad(lambda p, sampled: build_loss(shape)(p, batch, jnp.asarray(rows), sampled)[0])
+    loss = build_loss(shape, KIND._replace(teacher=teacher))
+    gradient_of = jax.value_and_grad(lambda p, sampled: loss(p, batch, constants(rows), sampled)[0])
     full, full_gradient = gradient_of(params, None)
     sampled, sampled_gradient = gradient_of(params, everything)
     assert float(sampled) == pytest.approx(float(full), rel=1e-5)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), full_gradient, sampled_gradient)
 
 
+def test_divergence_equals_the_formula_written_plainly():
+    rng = np.random.default_rng(5)
+    ours, theirs = rng.normal(size=(2, 4, 9))
+    p, q = (np.exp(x) / np.exp(x).sum(axis=1, keepdims=True) for x in (theirs, ours))
+    expected = (p * np.log(p / q)).sum(axis=1)
+    np.testing.assert_allclose(divergence(jnp.asarray(ours), jnp.asarray(theirs)), expected, rtol=1e-4)
+    without = jnp.asarray(np.pad(ours, ((0, 0), (0, 1)), constant_values=-np.inf))
+    teacher = jnp.asarray(np.pad(theirs, ((0, 0), (0, 1)), constant_values=-np.inf))
+    value, gradient = jax.value_and_grad(lambda x: divergence(x, teacher).sum())(without)
+    assert float(value) == pytest.approx(expected.sum(), rel=1e-4) and np.isfinite(gradient).all()
+    assert np.abs(divergence(teacher, teacher)).max() < 1e-6
+
+
 def measure(shape, params, hidden, columns, rows):
     """Accuracies of all the examples."""
     everything = np.arange(len(columns))
     examples = Examples(hidden, everything, columns, train=everything[:0], held_out=everything)
-    return evaluate(build_target_ranks(shape), params, examples, everything, jnp.asarray(rows))
+    problem = medusa_problem(shape, examples, constants(rows), KIND, seed=0, part=4)
+    return problem.measure(params, True)
 
 
-def test_full_nll_picks_the_target():
+def test_cross_entropy_picks_the_target():
     logits = jnp.log(jnp.asarray([[0.1, 0.2, 0.7], [0.5, 0.25, 0.25]]))
-    np.testing.assert_allclose(full_nll(logits, jnp.asarray([2, 0])), [-math.log(0.7), math.log(2)], rtol=1e-5)
+    np.testing.assert_allclose(cross_entropy(logits, jnp.asarray([2, 0])), [-math.log(0.7), math.log(2)], rtol=1e-5)
+
+
+def test_accumulated_passes_are_one_large_pass():
+    """Two passes over the halves of a batch make the update that one pass over the whole makes."""
+    shape, params, hidden, rows, columns = random_problem(13)
+    columns = np.maximum(columns, 0)
+    examples = Examples(hidden, np.arange(20), columns, train=np.arange(20), held_out=np.arange(20))
+    problem = medusa_problem(shape, examples, constants(rows), KIND, seed=0, part=4)
+    gradient = build_gradient(problem, Recipe(LoopConfig(steps=4), batch=20))
+    update = build_update(build_optimizer(0.1, 4, 0.0))
+    random, on_device = np.random.default_rng(0), jax.tree.map(jnp.asarray, params)
+
+    def after(*parts):
+        state = init_state(jax.tree.map(jnp.copy, on_device), build_optimizer(0.1, 4, 0.0))
+        for _ in range(2):  # the first update has learning rate 0
+            given = [gradient(state.params, problem.batch(part, random), constants(rows), None) for part in parts]
+            state, _ = update(state, given)
+        return state.params
+
+    whole, halves = after(np.arange(20)), after(np.arange(10), np.arange(10, 20))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), whole, halves)
+    assert np.abs(np.asarray(whole["kernel"]) - params["kernel"]).max() > 0.01
+
+
+def test_a_bfloat16_pass_gives_float32_gradients_close_to_the_exact_ones():
+    shape, params, hidden, rows, columns = random_problem(13)
+    examples = Examples(hidden, np.arange(20), columns, train=np.arange(20), held_out=np.arange(20))
+    problem = medusa_problem(shape, examples, constants(rows), KIND, seed=0, part=4)
+    results = []
+    for dtype in ("float32", "bfloat16"):
+        gradient = build_gradient(problem, Recipe(LoopConfig(steps=1), batch=20, compute_dtype=dtype))
+        batch = problem.batch(np.arange(20), np.random.default_rng(0))
+        results.append(gradient(jax.tree.map(jnp.asarray, params), batch, constants(rows), None)[1])
+    exact, rounded = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(r)]) for r in results)
+    assert all(leaf.dtype == jnp.float32 for leaf in jax.tree.leaves(results[1]))
+    assert 0 < np.linalg.norm(exact - rounded) < 0.03 * np.linalg.norm(exact)
+
+
+def test_matrices_are_stored_in_bfloat16_and_small_vectors_are_not():
+    params = {"layer": {"down": jnp.ones((2, 2)), "norm": {"scale": jnp.ones(2)}}, "bias": jnp.ones((3, 2))}
+    stored = stored_precision(params)
+    assert stored["layer"]["down"].dtype == jnp.bfloat16
+    assert stored["layer"]["norm"]["scale"].dtype == stored["bias"].dtype == jnp.float32
 
 
 @pytest.mark.parametrize("own_output", [False, True])
@@ -163,7 +254,7 @@ def test_target_ranks_equal_a_stable_sort():
     shape, params, hidden, rows, columns = random_problem(13, count=50)
     rows[5] = rows[4]  # a tie in every score
     columns[:5], columns[5:10] = 4, 5
-    ranks = build_target_ranks(shape)(params, Batch(jnp.asarray(hidden), jnp.asarray(columns)), jnp.asarray(rows))
+    ranks = build_target_ranks(shape)(params, plain_batch(hidden, columns), constants(rows))
     order = np.argsort(-numpy_logits(params, hidden, rows).astype(np.float64), axis=2, kind="stable")
     for (n, k), column in np.ndenumerate(columns):
         if column in (4, 5):
@@ -189,7 +280,7 @@ def test_misses_count_as_wrong_and_ends_do_not_count():
 def test_evaluation_does_not_depend_on_its_chunks(monkeypatch):
     shape, params, hidden, rows, columns = random_problem(13, count=50)
     whole = measure(shape, params, hidden, columns, rows)
-    monkeypatch.setattr("entmtp_jax.training.accuracy.CHUNK", 7)
+    monkeypatch.setattr("entmtp_jax.training.medusa.EVAL_POSITIONS", 7)
     assert measure(shape, params, hidden, columns, rows) == whole
     ranks = np.argsort(np.argsort(-numpy_logits(params, hidden, rows), axis=2), axis=2)
     picked = np.take_along_axis(ranks, np.maximum(columns, 0)[:, :, None], axis=2)[:, :, 0]

@@ -11,12 +11,13 @@ import pytest
 from entmtp_jax.backbone.precision import linear_highest
 from entmtp_jax.backbone.transformer import output_matrix
 from entmtp_jax.checkpoints.head_files import load_head
+from entmtp_jax.cli import run_main
+from entmtp_jax.commands import train as script
 from entmtp_jax.errors import UserError
 from entmtp_jax.heads.interface import Shared
 from entmtp_jax.heads.medusa import MedusaConfig
 from entmtp_jax.testing.reference import reference_logits
 from entmtp_jax.testing.tiny import TINY_CONFIG, tiny_backbone
-from entmtp_jax.training.accuracy import build_target_ranks, evaluate
 from entmtp_jax.training.data import from_sequences, load_records, save_records
 from entmtp_jax.training.draft_vocab import NO_COLUMN
 from entmtp_jax.training.examples import choose_draft_vocab, held_out_records, make_examples
@@ -27,10 +28,10 @@ from entmtp_jax.training.features import (
     load_features,
     response_positions,
 )
+from entmtp_jax.training.head_run import Constants, Recipe, sampled_columns, train_heads
 from entmtp_jax.training.loop import LoopConfig, trim_log
-from entmtp_jax.training.medusa_run import MedusaTraining, sampled_columns, train_medusa
-from scripts import train as script
-from tests.model_folder import write_tiny_model
+from entmtp_jax.training.losses import DraftLoss, depth_weights
+from entmtp_jax.training.medusa import build_target_ranks, medusa_problem, rank_examples
 
 CYCLE = [11, 3, 42, 7, 25, 58, 19, 33, 50]  # every token tells the next ones, so heads can be always right
 HEADS = 3
@@ -70,15 +71,18 @@ def problem(stored, size=None):
     return examples, jnp.asarray(output_matrix(params))[vocab.ids]
 
 
-def training(steps=12, **options):
-    shape = MedusaConfig(32, 61, num_heads=HEADS, draft_vocab_size=10)
+def recipe(steps=12, **options):
     loop = LoopConfig(steps=steps, log_every=2, eval_every=5, checkpoint_every=4)
-    return MedusaTraining(shape=shape, loop=loop, batch=32, learning_rate=1e-2, **options)
+    return Recipe(loop=loop, batch=32, learning_rate=1e-2, **options)
 
 
-def run(folder, stored, settings, report=lambda line: None):
-    examples, rows = problem(stored)
-    return train_medusa(settings, examples, rows, folder=folder, data="tiny", report=report)
+def run(folder, stored, settings, report=lambda line: None, size=10):
+    examples, rows = problem(stored, size)
+    constants = Constants(rows, jnp.zeros((1, 32)))
+    shape = MedusaConfig(32, 61, num_heads=HEADS, draft_vocab_size=size)
+    kind = DraftLoss(depth_weights(0.8, HEADS))
+    task = medusa_problem(shape, examples, constants, kind, seed=0, part=4096)
+    return train_heads(task, settings, constants, folder=folder, data="tiny", report=report)
 
 
 def test_features_hold_whole_records_in_order(stored):
@@ -164,13 +168,15 @@ def test_draft_vocabulary_counts_training_responses_only():
 
 
 def test_head_i_learns_the_token_at_t_plus_2_plus_i(tmp_path, stored):
-    trained = run(tmp_path, stored, training(steps=200))
+    trained = run(tmp_path, stored, recipe(steps=200))
     assert min(trained.held_out.top1) > 0.9  # prompts that were never seen
     records, features = stored
     examples, rows = problem(stored)
     learnt = examples.train
-    known = evaluate(build_target_ranks(training().shape), trained.params, examples, learnt, rows)
-    assert known.top1 == [1.0] * HEADS
+    shape = MedusaConfig(32, 61, num_heads=HEADS, draft_vocab_size=10)
+    constants = Constants(rows, jnp.zeros((1, 32)))
+    ranks = rank_examples(build_target_ranks(shape), trained.params, examples, learnt, constants)
+    assert (ranks[examples.columns[learnt] >= 0] == 0).all()
     # The same with the label shift written out: a head that learnt another offset would name another token.
     kernel, bias = (np.asarray(trained.params[name], np.float32) for name in ("kernel", "bias"))
     hidden = features.hidden.astype(np.float32)
@@ -187,9 +193,8 @@ def test_head_i_learns_the_token_at_t_plus_2_plus_i(tmp_path, stored):
 
 
 def test_tokens_outside_the_draft_vocabulary_are_wrong(tmp_path, stored):
-    examples, rows = problem(stored, size=7)  # EOS and six of the nine tokens of the cycle
-    settings = dataclasses.replace(training(steps=60), shape=MedusaConfig(32, 61, HEADS, draft_vocab_size=7))
-    trained = train_medusa(settings, examples, rows, folder=tmp_path, data="tiny", report=lambda line: None)
+    examples, _ = problem(stored, size=7)  # EOS and six of the nine tokens of the cycle
+    trained = run(tmp_path, stored, recipe(steps=60), size=7)
     for top10, miss in zip(trained.held_out.top10, examples.held_out_misses(), strict=True):
         assert 0.2 < miss < 0.5
         assert top10 == pytest.approx(1 - miss)  # ten candidates of seven ids: right wherever it can be
@@ -215,7 +220,7 @@ def log_lines(folder):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, stored):
     folder = tmp_path_factory.mktemp("run")
-    return folder, run(folder, stored, training())
+    return folder, run(folder, stored, recipe())
 
 
 @pytest.mark.parametrize("kills", [(2,), (6, 8)])
@@ -223,11 +228,11 @@ def test_killed_and_resumed_ends_bit_for_bit_the_same(tmp_path, stored, undistur
     folder, expected = undisturbed
     for when in kills:
         with pytest.raises(Killed):
-            run(tmp_path, stored, training(), report=killer(when))
+            run(tmp_path, stored, recipe(), report=killer(when))
         (tmp_path / "checkpoints" / "8.orbax-checkpoint-tmp").mkdir()  # a checkpoint cut off while it was written
         with open(tmp_path / "log.jsonl", "a") as file:
             file.write('{"step": 1')  # and a line
-    result = run(tmp_path, stored, training())
+    result = run(tmp_path, stored, recipe())
     jax.tree.map(np.testing.assert_array_equal, result.params, expected.params)
     assert result.held_out == expected.held_out
     assert log_lines(tmp_path) == log_lines(folder)
@@ -236,7 +241,7 @@ def test_killed_and_resumed_ends_bit_for_bit_the_same(tmp_path, stored, undistur
 def test_a_finished_run_is_not_trained_further(undisturbed, stored):
     folder, expected = undisturbed
     lines = []
-    result = run(folder, stored, training(), report=lines.append)
+    result = run(folder, stored, recipe(), report=lines.append)
     jax.tree.map(np.testing.assert_array_equal, result.params, expected.params)
     assert lines == []
 
@@ -256,15 +261,15 @@ def test_only_the_last_checkpoints_are_kept(undisturbed):
 def test_a_run_is_not_continued_with_other_settings(undisturbed, stored):
     folder, _ = undisturbed
     with pytest.raises(UserError, match=r"was begun with learning_rate 0\.01, not 0\.5"):
-        run(folder, stored, dataclasses.replace(training(), learning_rate=0.5))
+        run(folder, stored, dataclasses.replace(recipe(), learning_rate=0.5))
 
 
 def test_a_damaged_checkpoint_is_named(tmp_path, stored):
     with pytest.raises(Killed):
-        run(tmp_path, stored, training(), report=killer(6))
+        run(tmp_path, stored, recipe(), report=killer(6))
     (tmp_path / "checkpoints" / "4" / "default" / "_METADATA").write_bytes(b"")
     with pytest.raises(UserError, match="checkpoints/4: cannot be read as this run's state"):
-        run(tmp_path, stored, training())
+        run(tmp_path, stored, recipe())
 
 
 def test_lines_after_the_checkpoint_are_dropped(tmp_path):
@@ -277,13 +282,13 @@ def test_lines_after_the_checkpoint_are_dropped(tmp_path):
 
 
 def test_sampled_columns_depend_on_the_update_only():
-    settings = dataclasses.replace(training(), shape=MedusaConfig(32, 2000, num_heads=HEADS), sampled_rare=50, seed=3)
-    first, second = sampled_columns(settings, 0), sampled_columns(settings, 1)
+    settings = recipe(sampled_rare=50, seed=3)
+    first, second = sampled_columns(settings, 2000, 0), sampled_columns(settings, 2000, 1)
     assert first is not None and second is not None
-    np.testing.assert_array_equal(first, sampled_columns(settings, 0))
+    np.testing.assert_array_equal(first, sampled_columns(settings, 2000, 0))
     assert set(first) != set(second)
     assert len(set(first)) == 50 and first.min() >= 1024 and first.max() < 2000
-    assert sampled_columns(training(), 0) is None
+    assert sampled_columns(recipe(), 2000, 0) is None
 
 
 @pytest.mark.parametrize(
@@ -291,13 +296,18 @@ def test_sampled_columns_depend_on_the_update_only():
     [
         ({"batch": 0}, "must be positive"),
         ({"learning_rate": 0.0}, "must be positive"),
-        ({"sampled_rare": 5}, "cannot sample 5 rare ids: the heads score 10 ids"),
-        ({"sampled_rare": 5, "shape": MedusaConfig(32, 2000, own_output=True)}, "needs the shared output rows"),
+        ({"accumulate": 0}, "must be positive"),
+        ({"compute_dtype": "float16"}, "compute dtype 'float16' is unknown"),
     ],
 )
 def test_impossible_settings_are_refused(change, message):
     with pytest.raises(UserError, match=message):
-        dataclasses.replace(training(), **change)
+        dataclasses.replace(recipe(), **change)
+
+
+def test_more_rare_ids_than_there_are_are_refused(tmp_path, stored):
+    with pytest.raises(UserError, match="cannot sample 5 rare ids: the heads score 10 ids"):
+        run(tmp_path, stored, recipe(sampled_rare=5))
 
 
 @pytest.mark.parametrize("option", ["steps", "log_every", "checkpoint_every"])
@@ -306,15 +316,10 @@ def test_intervals_must_be_positive(option):
         dataclasses.replace(LoopConfig(steps=5), **{option: 0})
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
-
-
 @pytest.fixture
 def keep_compile_cache(monkeypatch):
     """The script would move the whole process to its own cache of compiled programs."""
-    monkeypatch.setattr(script, "enable_compile_cache", lambda cache: None)
+    monkeypatch.setattr("entmtp_jax.commands.train_run.enable_compile_cache", lambda cache: None)
 
 
 def command(model, folder, *more):
@@ -329,8 +334,8 @@ def command(model, folder, *more):
     [(("--draft-vocab", "8"), 8), (("--draft-vocab", "0", "--own-output"), None), (("--draft-coverage", "1.0"), 10)],
 )
 @pytest.mark.usefixtures("keep_compile_cache")
-def test_the_script_trains_heads_that_load(tmp_path, model, capsys, more, draft_size):
-    arguments = command(model, tmp_path, *more)
+def test_the_script_trains_heads_that_load(tmp_path, tiny_model, capsys, more, draft_size):
+    arguments = command(tiny_model, tmp_path, *more)
     assert script.main(arguments) == 0
     first = capsys.readouterr().out
     result = json.loads(first.splitlines()[-1])
@@ -349,9 +354,9 @@ def test_the_script_trains_heads_that_load(tmp_path, model, capsys, more, draft_
 
 
 @pytest.mark.usefixtures("keep_compile_cache")
-def test_heads_over_the_whole_vocabulary_keep_the_order_of_the_ids(tmp_path, model):
+def test_heads_over_the_whole_vocabulary_keep_the_order_of_the_ids(tmp_path, tiny_model):
     """What the script measured in its own order is what the loaded heads propose."""
-    arguments = command(model, tmp_path, "--draft-vocab", "0", "--own-output", "--steps", "40")
+    arguments = command(tiny_model, tmp_path, "--draft-vocab", "0", "--own-output", "--steps", "40")
     assert script.main(arguments) == 0
     _, params = tiny_backbone()
     shared = Shared(embedding=params["embed"]["embedding"], output=jnp.asarray(output_matrix(params)))
@@ -361,7 +366,7 @@ def test_heads_over_the_whole_vocabulary_keep_the_order_of_the_ids(tmp_path, mod
     chosen = chosen[held_out_records(records)[features.record[chosen]]]
     hidden = jnp.asarray(features.hidden[chosen], jnp.float32)
     state = head.init_state(len(chosen), 1)._replace(normed=hidden)
-    tokens = np.asarray(head.propose(head_params, shared, state, jnp.zeros(len(chosen), jnp.int32), 2).parts[0])
+    tokens = np.asarray(head.propose(head_params, shared, state, jnp.zeros(len(chosen), jnp.int32), 2).parts.tokens)
     targets = draft_targets(features, records, chosen, 2)
     right = (tokens[:, :, 0] == targets).sum(axis=0) / (targets != NO_COLUMN).sum(axis=0)
     result = json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())["result"]
@@ -380,8 +385,8 @@ def test_heads_over_the_whole_vocabulary_keep_the_order_of_the_ids(tmp_path, mod
     ],
 )
 @pytest.mark.usefixtures("keep_compile_cache")
-def test_the_script_explains_bad_input_in_one_line(tmp_path, model, capsys, more, message):
-    assert script.main(command(model, tmp_path, *more)) == 2
+def test_the_script_explains_bad_input_in_one_line(tmp_path, tiny_model, capsys, more, message):
+    assert run_main(lambda: script.main(command(tiny_model, tmp_path, *more))) == 2
     error = capsys.readouterr().err
     assert error.startswith("error: ") and message in error and error.count("\n") == 1
     assert not (tmp_path / "run" / "head").exists()

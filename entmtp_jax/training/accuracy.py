@@ -1,19 +1,12 @@
 """How good heads are on held-out positions: where the true token stands among each head's candidates."""
 
-from collections.abc import Callable
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entmtp_jax.heads.medusa import MedusaConfig
-from entmtp_jax.training.draft_vocab import NO_COLUMN
-from entmtp_jax.training.examples import Examples
-from entmtp_jax.training.medusa import Batch, build_scores
-from entmtp_jax.types import Array, Float, Int, Params
+from entmtp_jax.types import Array, Float, Int
 
-CHUNK = 1024  # positions per pass
 NOT_RANKED = np.iinfo(np.int32).max  # behind every candidate, however few ids are scored
 
 
@@ -33,48 +26,21 @@ class Accuracies(NamedTuple):
     greedy_chain: float
 
 
-def build_target_ranks(config: MedusaConfig) -> Callable[[Params, Batch, Array], Array]:
-    """``(params, batch, rows) -> [n, K]`` rank of every target among its head's scores, compiled.
-
-    Rank 0 is the head's first candidate; equal scores rank by column, as ``jax.lax.top_k`` does. A target
-    that is not scored has rank ``NOT_RANKED``.
-    """
-    scores = build_scores(config)
-
-    @jax.jit
-    def target_ranks(params: Params, batch: Batch, rows: Float[Array, "X D"]) -> Int[Array, "n K"]:
-        ranks = []
-        for logits, target in zip(scores(params, batch.hidden, rows), batch.columns.T, strict=True):
-            column = jnp.maximum(target, 0)[:, None]
-            true = jnp.take_along_axis(logits, column, axis=1)
-            before = (logits > true) | ((logits == true) & (jnp.arange(logits.shape[1]) < column))
-            ranks.append(jnp.where(target >= 0, before.sum(axis=1), NOT_RANKED))
-        return jnp.stack(ranks, axis=1)
-
-    return target_ranks
-
-
-def evaluate(
-    target_ranks: Callable[[Params, Batch, Array], Array],
-    params: Params,
-    examples: Examples,
-    chosen: Int[np.ndarray, " m"],
-    rows: Float[Array, "X D"],
-) -> Accuracies:
-    """Accuracies on chosen examples; a token outside the draft vocabulary counts as wrong.
+def ranks_of_targets(
+    state: Float[Array, "*n D"], rows: Float[Array, "X D"], columns: Int[Array, "*n"]
+) -> Int[Array, "*n"]:
+    """Rank of every target among a head's scores: 0 is its first candidate, equal scores rank by column.
 
     Args:
-      target_ranks: from ``build_target_ranks``.
-      params: of ``MedusaBlocks``.
-      examples: stored positions and their targets.
-      chosen: indices of the examples to use.
+      state: of the head; its products with the rows are the scores.
       rows: output rows of the scored ids.
+      columns: targets; a negative one is not scored and gets ``NOT_RANKED``.
     """
-    count = len(chosen)
-    padded = np.pad(chosen, (0, -count % CHUNK))  # one compiled shape; the padding's ranks are cut off
-    parts = [padded[start : start + CHUNK] for start in range(0, len(padded), CHUNK)]
-    ranks = [np.asarray(target_ranks(params, examples.batch(part), rows)) for part in parts]
-    return accuracies(np.concatenate(ranks)[:count], examples.columns[chosen] != NO_COLUMN)
+    scores = state @ rows.T
+    column = jnp.maximum(columns, 0)[..., None]
+    true = jnp.take_along_axis(scores, column, axis=-1)
+    before = (scores > true) | ((scores == true) & (jnp.arange(scores.shape[-1]) < column))
+    return jnp.where(columns >= 0, before.sum(axis=-1), NOT_RANKED)
 
 
 def accuracies(ranks: np.ndarray, exists: np.ndarray) -> Accuracies:

@@ -5,7 +5,6 @@ import zlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 
 from entmtp_jax.errors import UserError
@@ -21,7 +20,6 @@ from entmtp_jax.training.draft_vocab import (
     to_columns,
 )
 from entmtp_jax.training.features import Features, draft_targets, response_positions
-from entmtp_jax.training.medusa import Batch
 
 HELD_OUT_EVERY = 20
 
@@ -56,10 +54,6 @@ class Examples(NamedTuple):
     columns: np.ndarray
     train: np.ndarray
     held_out: np.ndarray
-
-    def batch(self, indices: np.ndarray) -> Batch:
-        """The examples at ``indices``."""
-        return Batch(jnp.asarray(self.hidden[self.positions[indices]]), jnp.asarray(self.columns[indices]))
 
     def held_out_misses(self) -> list[float]:
         """Per head, the share of the held-out targets that are not in the draft vocabulary."""

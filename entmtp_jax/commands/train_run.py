@@ -1,0 +1,310 @@
+"""What ``train`` does once its flags are read: features, problem, training, files."""
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tqdm import tqdm
+
+from entmtp_jax.backbone.transformer import build_backbone, output_matrix
+from entmtp_jax.checkpoints import load_backbone
+from entmtp_jax.checkpoints.fingerprint import fingerprint
+from entmtp_jax.checkpoints.head_files import save_head
+from entmtp_jax.config import BackboneConfig
+from entmtp_jax.errors import UserError
+from entmtp_jax.heads.hydra_layers import HydraConfig, init_hydra, repeat_backbone
+from entmtp_jax.heads.medusa import MedusaConfig
+from entmtp_jax.heads.mtp import MTPConfig
+from entmtp_jax.hub import cache_folder, enable_compile_cache, resolve_model
+from entmtp_jax.training.data import Records, concatenate, load_records
+from entmtp_jax.training.examples import (
+    DraftVocab,
+    choose_draft_vocab,
+    held_out_records,
+    make_examples,
+    records_digest,
+)
+from entmtp_jax.training.features import Features, extract_features, load_features
+from entmtp_jax.training.head_run import Constants, Problem, Recipe, Trained, train_heads
+from entmtp_jax.training.loop import LoopConfig
+from entmtp_jax.training.losses import DraftLoss, depth_weights
+from entmtp_jax.training.medusa import medusa_problem
+from entmtp_jax.training.provenance import collect_provenance
+from entmtp_jax.training.rollout import States, hydra_states, init_mtp, mtp_states
+from entmtp_jax.training.sequence_problem import build_measure, sequence_problem
+from entmtp_jax.training.sequences import pack_rows
+from entmtp_jax.types import Params
+
+FEATURE_SEED = 0  # of the order of the blocks; apart from --seed, so that runs share the features
+EVAL_POSITIONS, EVAL_ROWS = 4096, 16  # measured while training goes on
+
+
+class Setting(NamedTuple):
+    """What every kind of heads is trained on.
+
+    Attributes:
+      config: shape of the backbone.
+      constants: its matrices.
+      records: all of them.
+      held: ``[records]`` which are held out.
+      vocab: the scored ids.
+      features: hidden states of the records, or of a part of them.
+      mark: says which weights and records these are.
+    """
+
+    config: BackboneConfig
+    constants: Constants
+    records: Records
+    held: np.ndarray
+    vocab: DraftVocab
+    features: Features
+    mark: str
+
+    @property
+    def vocab_shape(self) -> dict[str, int | None]:
+        """Fields that every head's shape has."""
+        return {
+            "hidden_size": self.config.hidden_size,
+            "vocab_size": self.config.vocab_size,
+            "draft_vocab_size": None if self.vocab.is_whole else len(self.vocab.ids),
+        }
+
+
+def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
+    """Stores the features, trains, writes the heads and prints how good they are."""
+    if not 0 <= args.teacher <= 1:
+        raise UserError(f"--teacher {args.teacher}: a share lies between 0 and 1")
+    cache = cache_folder(args.cache_dir)
+    enable_compile_cache(cache)
+    source = resolve_model(args.model, cache, lambda line: tqdm.write(line, file=sys.stderr))
+    setting = prepare(args, source)
+    if args.features_only:
+        return 0
+    problem = PROBLEMS[args.heads](args, setting)
+    recipe = plan(args, problem)
+    trained = train(args, problem, recipe, setting)
+    result = {"steps": recipe.loop.steps, "held_out": trained.held_out._asdict()}
+    save(args, arguments, source, setting, problem, trained, result)
+    print(json.dumps(result))
+    return 0
+
+
+def prepare(args: argparse.Namespace, source: Path) -> Setting:
+    """Loads the data, runs the backbone over it as far as that is still to be done, chooses the draft vocabulary."""
+    records = concatenate([load_records(path) for path in args.data])
+    held = held_out_records(records)
+    config, params = load_backbone(source, "float32")
+    params = jax.tree.map(jnp.asarray, params)
+    mark = f"{fingerprint(source)}-{records_digest(records)}"
+    vocab = choose_draft_vocab(
+        records,
+        held,
+        vocab_size=config.vocab_size,
+        eos_ids=config.eos_ids,
+        size=args.draft_vocab,
+        coverage=None if args.draft_vocab is not None else args.draft_coverage,
+    )
+    print(json.dumps({"draft_vocab_size": len(vocab.ids), "coverage_by_size": coverage_by_size(vocab)}), flush=True)
+    folder = args.features or args.out / "features"
+    store_features(config, params, records, folder, mark, args.feature_blocks)
+    features = load_features(folder, args.feature_blocks)
+    rows = jnp.take(output_matrix(params), vocab.ids, axis=0)
+    constants = Constants(rows, params["embed"]["embedding"])
+    return Setting(config, constants, records, held, vocab, features, f"{mark}-{len(features.record)}")
+
+
+def store_features(
+    config: BackboneConfig, params: Params, records: Records, folder: Path, mark: str, max_blocks: int | None
+) -> None:
+    """Hidden states on disk, with a progress bar."""
+    megabytes = len(records.tokens) * config.hidden_size * 2 / 1e6
+    tqdm.write(f"hidden states of all records take {megabytes:.0f} MB in {folder}", file=sys.stderr)
+    with tqdm(desc="features", unit="block", disable=None) as bar:
+
+        def progress(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        extract_features(
+            build_backbone(config),
+            params,
+            records,
+            folder,
+            seed=FEATURE_SEED,
+            fingerprint=mark,
+            progress=progress,
+            max_blocks=max_blocks,
+        )
+
+
+def coverage_by_size(vocab: DraftVocab) -> dict[str, float]:
+    """Share of the held-out response tokens that draft vocabularies of some sizes hold."""
+    return {str(size): round(share, 4) for size, share in vocab.sweep}
+
+
+def _medusa(args: argparse.Namespace, setting: Setting) -> Problem:
+    shape = MedusaConfig(
+        num_heads=4 if args.num_heads is None else args.num_heads,
+        num_layers=1 if args.num_layers is None else args.num_layers,
+        own_output=args.own_output,
+        **setting.vocab_shape,
+    )
+    examples = make_examples(setting.features, setting.records, setting.held, setting.vocab, num_heads=shape.num_heads)
+    kind = DraftLoss(depth_weights(args.depth_decay, shape.num_heads), args.teacher)
+    return medusa_problem(shape, examples, setting.constants, kind, seed=args.seed, part=EVAL_POSITIONS)
+
+
+def _hydra(args: argparse.Namespace, setting: Setting) -> Problem:
+    prefix = args.heads == "hydra++"
+    shape = HydraConfig(
+        num_heads=4 if args.num_heads is None else args.num_heads,
+        num_layers=4 if args.num_layers is None else args.num_layers,
+        prefix=prefix,
+        intermediate_size=setting.config.intermediate_size if prefix else None,
+        **setting.vocab_shape,
+    )
+    block = shape.block(setting.config)
+
+    def init() -> Params:
+        params = init_hydra(shape, block, jax.random.key(args.seed))
+        return repeat_backbone(shape, params, norm_scale=hidden_scale(setting), rows=setting.constants.rows)
+
+    return _on_sequences(args, setting, shape, init, lambda levels: hydra_states(shape, block, levels), shape.num_heads)
+
+
+def hidden_scale(setting: Setting) -> float:
+    """Root mean square of the backbone's final normed hidden states."""
+    return float(np.sqrt(np.square(setting.features.hidden[:4096].astype(np.float32)).mean()))
+
+
+def _mtp(args: argparse.Namespace, setting: Setting) -> Problem:
+    shape = MTPConfig(
+        intermediate_size=setting.config.intermediate_size,
+        max_depth=7 if args.num_heads is None else args.num_heads,
+        num_modules=args.num_modules,
+        **setting.vocab_shape,
+    )
+    block = shape.block(setting.config)
+
+    def init() -> Params:
+        return init_mtp(shape, block, jax.random.key(args.seed), norm_scale=hidden_scale(setting))
+
+    return _on_sequences(args, setting, shape, init, lambda levels: mtp_states(shape, block, levels), shape.max_depth)
+
+
+def _on_sequences(
+    args: argparse.Namespace,
+    setting: Setting,
+    shape: Any,
+    init: Callable[[], Params],
+    states: Callable[[int], States],
+    depth: int,
+) -> Problem:
+    if args.own_output:
+        raise UserError("--own-output: only Medusa heads are trained with output matrices of their own")
+    levels = min(args.train_depth or depth, depth)
+    train, held = (
+        pack_rows(
+            setting.features,
+            setting.records,
+            np.flatnonzero(chosen),
+            setting.vocab.ids,
+            row_length=args.row_length,
+            seed=args.seed,
+        )
+        for chosen in (~setting.held, setting.held)
+    )
+    return sequence_problem(
+        shape,
+        init,
+        (states(levels), train),
+        build_measure(states(depth), held, setting.features.hidden, setting.constants, part=EVAL_ROWS),
+        setting.features.hidden,
+        DraftLoss(depth_weights(args.depth_decay, levels), args.teacher),
+        bases=args.bases,
+    )
+
+
+PROBLEMS: dict[str, Callable[[argparse.Namespace, Setting], Problem]] = {
+    "medusa": _medusa,
+    "hydra": _hydra,
+    "hydra++": _hydra,
+    "mtp": _mtp,
+}
+DEFAULT_BATCH = {"medusa": 2048}
+DEFAULT_ROWS = 8
+
+
+def plan(args: argparse.Namespace, problem: Problem) -> Recipe:
+    """How the command line wants to train."""
+    batch = args.batch if args.batch is not None else DEFAULT_BATCH.get(args.heads, DEFAULT_ROWS)
+    steps = args.steps
+    if steps is None:
+        steps = max(1, math.floor(args.epochs * problem.count / (batch * args.accumulate)))
+    return Recipe(
+        loop=LoopConfig(steps, args.log_every, args.eval_every, args.checkpoint_every),
+        batch=batch,
+        accumulate=args.accumulate,
+        learning_rate=args.lr,
+        weight_decay=args.weight_decay,
+        sampled_rare=args.sampled_rare,
+        compute_dtype=args.compute_dtype,
+        seed=args.seed,
+    )
+
+
+def train(args: argparse.Namespace, problem: Problem, recipe: Recipe, setting: Setting) -> Trained:
+    """Trains with a progress bar on a terminal, and with JSON lines elsewhere."""
+    with tqdm(desc=args.heads, unit="update", total=recipe.loop.steps, disable=None) as bar:
+
+        def report(line: dict[str, Any]) -> None:
+            bar.update(line["step"] - bar.n)
+            if bar.disable:
+                print(json.dumps(line), flush=True)
+            elif "loss" in line:
+                bar.set_postfix(loss=f"{line['loss']:.3f}")
+            else:
+                bar.write(json.dumps(line))
+
+        return train_heads(problem, recipe, setting.constants, folder=args.out, data=setting.mark, report=report)
+
+
+def save(
+    args: argparse.Namespace,
+    arguments: Sequence[str],
+    source: Path,
+    setting: Setting,
+    problem: Problem,
+    trained: Trained,
+    result: dict[str, Any],
+) -> None:
+    """Writes ``head/``: config, weights and provenance."""
+    trained_records = ~setting.held[np.unique(setting.features.record)]
+    described = {
+        "records": int(trained_records.sum()),
+        "held_out_records": int((~trained_records).sum()),
+        "examples": problem.count,
+        "mark": setting.mark,
+    }
+    params = trained.params
+    if setting.vocab.is_whole and "output" in params:
+        params = params | {"output": params["output"][:, np.argsort(setting.vocab.ids)]}  # in the order of the ids
+    provenance = collect_provenance("scripts/train.py", arguments)
+    save_head(
+        args.out / "head",
+        shape=problem.shape,
+        backbone=setting.config,
+        params=params,
+        draft_ids=None if setting.vocab.is_whole else setting.vocab.ids,
+        backbone_name=Path(args.model).name if Path(args.model).exists() else args.model,
+        backbone_fingerprint=fingerprint(source),
+        draft_vocab={"held_out_coverage_by_size": coverage_by_size(setting.vocab)},
+        provenance=provenance | {"seed": args.seed, "data": described, "result": result},
+    )
