@@ -44,6 +44,14 @@ def why_no_default_model() -> str:
     return ""
 
 
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model as a Hugging Face folder, to be read only."""
+    from tests.model_folder import write_tiny_model
+
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("model") and (reason := why_no_default_model()):
         pytest.skip(reason)

@@ -6,10 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from entmtp_jax.commands import bench, calibrate, decode
+from entmtp_jax.commands import bench, calibrate, decode, distill, train
 
 README = Path(__file__).parent.parent / "README.md"
-PARSERS = {"decode.py": decode.build_parser, "bench.py": bench.build_parser, "calibrate.py": calibrate.build_parser}
+PARSERS = {
+    f"{command.__name__.rpartition('.')[2]}.py": command.build_parser
+    for command in (bench, calibrate, decode, distill, train)
+}
 
 
 def blocks(language):
@@ -39,5 +42,7 @@ def test_the_python_block_runs(capsys):
     for block in blocks("python"):
         exec(compile(block, "README.md", "exec"), {})
     out = capsys.readouterr().out
-    tokens, steps = map(int, re.search(r"(\d+) tokens in (\d+) steps", out).groups())
+    counts = re.search(r"(\d+) tokens in (\d+) steps", out)
+    assert counts is not None
+    tokens, steps = map(int, counts.groups())
     assert 0 < steps < tokens

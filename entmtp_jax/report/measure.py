@@ -107,6 +107,9 @@ def summarise(runs: Sequence[list[Run]], plain: Sequence[list[Run]], bank: Bank)
     )
 
 
+COST_PROMPT = "Explain in a few sentences how a bicycle stays upright."
+
+
 class Cost(NamedTuple):
     """Measured milliseconds of one step of a topology: quartiles of the repeats."""
 
@@ -116,7 +119,7 @@ class Cost(NamedTuple):
 
 
 def step_costs(
-    decoder: Decoder, params: ModelParams, requests: Sequence[Request], *, repeats: int, steps: int = 8
+    decoder: Decoder, params: ModelParams, requests: Sequence[Request], *, repeats: int = 5, steps: int = 8
 ) -> dict[str, Cost]:
     """Cost of a step of every topology in the bank, drafting included, interleaved.
 
