@@ -158,26 +158,28 @@ def test_a_node_depends_on_its_own_path_alone(kind):
     built, params = decoder(kind), model_params(kind, RAGGED, NOTHING)
     state = built.prefill(params, built.start([Request(prompt, 60) for prompt in RAGGED]), scheduled([]))
     root = jnp.take_along_axis(state.tokens, state.text_length[:, None] - 1, axis=1)[:, 0]
-    one, matrices = head(kind), shared()
+    one, matrices, trees = head(kind), shared(), (ODD, BUSH)
 
     @jax.jit
     def draft_trees(params, state, root):
         proposal = one.propose(params, matrices, state, root, 4)
-        return [one.complete(params, matrices, state, root, proposal, tree) for tree in BANK.topologies[1:]]
+        return [one.complete(params, matrices, state, root, proposal, tree) for tree in trees]
 
     @jax.jit
     def draft_alone(params, state, root, paths):
-        return jax.vmap(lambda path: one.follow(params, matrices, state, root, path), in_axes=1)(paths)
+        each = jax.tree.map(lambda rows: jnp.repeat(rows, BUSH.num_rows, axis=0), (state, root))
+        found = one.follow(params, matrices, *each, paths.reshape(-1, 4))
+        return jax.tree.map(lambda rows: rows.reshape(BATCH, BUSH.num_rows, *rows.shape[1:]), found)
 
-    for tree, draft in zip(BANK.topologies[1:], draft_trees(params.head.second, state.head.second, root), strict=True):
+    for tree, draft in zip(trees, draft_trees(params.head.second, state.head.second, root), strict=True):
         assert (draft.tokens[:, 0] == root).all() and not draft.logprobs[:, 0].any()
-        rows = BUSH.row_paths if tree is BUSH else np.pad(tree.row_paths, ((0, 0), (0, 4 - tree.depth)), mode="edge")
-        rows = np.pad(rows, ((0, BUSH.num_rows - len(rows)), (0, 0)))  # one shape, one program
-        found = draft_alone(params.head.second, state.head.second, root, draft.tokens[:, rows[:, 1:]])
+        missing = ((0, BUSH.num_rows - tree.num_rows), (0, 4 - tree.depth))
+        rows = np.pad(tree.row_paths, missing, mode="edge")[:, 1:]  # one shape, one program
+        found = draft_alone(params.head.second, state.head.second, root, draft.tokens[:, rows])
         for row in range(1, tree.num_rows):
             depth, rank = tree.depths[row] - 1, tree.ranks[row]
-            np.testing.assert_array_equal(draft.tokens[:, row], found.tokens[row, :, depth, rank])
-            np.testing.assert_allclose(draft.logprobs[:, row], found.logprobs[row, :, depth, rank], atol=1e-3)
+            np.testing.assert_array_equal(draft.tokens[:, row], found.tokens[:, row, depth, rank])
+            np.testing.assert_allclose(draft.logprobs[:, row], found.logprobs[:, row, depth, rank], atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["hydra++", "mtp"])
