@@ -4,6 +4,7 @@ import dataclasses
 import json
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -106,9 +107,10 @@ def test_transformers_computes_the_same_logits(tmp_path, variant):
     # Products stay of order one, as in a trained model; norms and biases are as they are drawn.
     params = jax.tree.map(lambda leaf: leaf * (0.3 if leaf.ndim > 1 else 1.0), random_params(config))
     save_backbone(tmp_path, config, params)
-    peer, report = transformers.AutoModelForCausalLM.from_pretrained(
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, output_loading_info=True
     )
+    peer, report = loaded
     assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     tokens = np.random.default_rng(1).integers(0, config.vocab_size, (1, 30))
     with torch.no_grad():

@@ -200,7 +200,8 @@ class Transformer(nn.Module):
         x = jnp.take(self.embed.embedding, jnp.maximum(tokens, 0), axis=0).astype(jnp.float32)
         rope = rope_tables(rope_frequencies(c), positions)
         if c.scan_layers:
-            x, (new, inputs) = self.layers(x, cache.keys, cache.values, rope, self_mask, lengths)
+            keys, values = cast(tuple[Array, Array], (cache.keys, cache.values))  # stacked, so one array each
+            x, (new, inputs) = self.layers(x, keys, values, rope, self_mask, lengths)
         else:
             layers, inputs = [], []
             for index, layer in enumerate(self.layer):
