@@ -18,9 +18,13 @@ if TYPE_CHECKING:
     from entmtp_jax.entropy import entropy_nats
     from entmtp_jax.errors import UserError
     from entmtp_jax.generation import Chunk, Completion, Generation, compile_decoder, generate, stream
+    from entmtp_jax.heads.hybrid import build_hybrid
+    from entmtp_jax.heads.hydra import build_hydra
+    from entmtp_jax.heads.hydra_layers import HydraConfig
     from entmtp_jax.heads.interface import Head
     from entmtp_jax.heads.lookup import build_lookup
     from entmtp_jax.heads.medusa import MedusaConfig, build_medusa
+    from entmtp_jax.heads.mtp import MTPConfig, build_mtp
     from entmtp_jax.hub import cache_folder
     from entmtp_jax.scheduler import Policy, Signal, fixed, hysteresis, ladder
     from entmtp_jax.state import Request
@@ -37,6 +41,8 @@ _HOME = {
     "Draft": "assemble",
     "Generation": "generation",
     "Head": "heads.interface",
+    "HydraConfig": "heads.hydra_layers",
+    "MTPConfig": "heads.mtp",
     "MedusaConfig": "heads.medusa",
     "Model": "assemble",
     "ModelParams": "decode",
@@ -50,8 +56,11 @@ _HOME = {
     "autoregressive": "topology",
     "build_backbone": "backbone.transformer",
     "build_decoder": "decode",
+    "build_hybrid": "heads.hybrid",
+    "build_hydra": "heads.hydra",
     "build_lookup": "heads.lookup",
     "build_medusa": "heads.medusa",
+    "build_mtp": "heads.mtp",
     "cache_folder": "hub",
     "chain": "topology",
     "compile_decoder": "generation",
@@ -80,6 +89,8 @@ __all__ = [
     "Draft",
     "Generation",
     "Head",
+    "HydraConfig",
+    "MTPConfig",
     "MedusaConfig",
     "Model",
     "ModelParams",
@@ -93,8 +104,11 @@ __all__ = [
     "autoregressive",
     "build_backbone",
     "build_decoder",
+    "build_hybrid",
+    "build_hydra",
     "build_lookup",
     "build_medusa",
+    "build_mtp",
     "cache_folder",
     "chain",
     "compile_decoder",

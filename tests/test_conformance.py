@@ -17,6 +17,7 @@ from entmtp_jax.bank import Bank, load_bank
 from entmtp_jax.decode import DecodeConfig, Decoder, ModelParams, build_decoder
 from entmtp_jax.generation import Completion, generate
 from entmtp_jax.heads.hybrid import Pair, build_hybrid
+from entmtp_jax.report.compiled import cache_sized_copies
 from entmtp_jax.scheduler import Policy, fixed, force
 from entmtp_jax.state import DecodeState, Finish, Request
 from entmtp_jax.testing.heads import ALWAYS, NOTHING, replay_head, replay_params
@@ -32,7 +33,8 @@ BUSH_PATHS = {*ODD.rank_paths, *chain(4).rank_paths, *k_ary((3, 2)).rank_paths, 
 def shuffled(name: str, paths: set[tuple[int, ...]], seed: int) -> Topology:
     """A topology whose rows stand in a random order, parents before children."""
     random = np.random.default_rng(seed)
-    rows, waiting = [()], sorted(paths)
+    rows: list[tuple[int, ...]] = [()]
+    waiting = sorted(paths)
     while waiting:
         ready = [path for path in waiting if path[:-1] in rows]
         rows.append(ready[random.integers(len(ready))])
@@ -167,8 +169,8 @@ def test_a_node_depends_on_its_own_path_alone(kind):
 
     @jax.jit
     def draft_alone(params, state, root, paths):
-        each = jax.tree.map(lambda rows: jnp.repeat(rows, BUSH.num_rows, axis=0), (state, root))
-        found = one.follow(params, matrices, *each, paths.reshape(-1, 4))
+        state, root = jax.tree.map(lambda rows: jnp.repeat(rows, BUSH.num_rows, axis=0), (state, root))
+        found = one.follow(params, matrices, state, root, paths.reshape(-1, 4))
         return jax.tree.map(lambda rows: rows.reshape(BATCH, BUSH.num_rows, *rows.shape[1:]), found)
 
     for tree, draft in zip(trees, draft_trees(params.head.second, state.head.second, root), strict=True):
@@ -180,6 +182,15 @@ def test_a_node_depends_on_its_own_path_alone(kind):
             depth, rank = tree.depths[row] - 1, tree.ranks[row]
             np.testing.assert_array_equal(draft.tokens[:, row], found.tokens[:, row, depth, rank])
             np.testing.assert_allclose(draft.logprobs[:, row], found.logprobs[:, row, depth, rank], atol=1e-3)
+
+
+@pytest.mark.parametrize("kind", ["hydra++", "mtp of 3"])
+def test_no_cache_is_ever_copied(kind):
+    """Neither the backbone's nor the head's own, which has the same shape."""
+    built, params = decoder(kind), model_params(kind, RAGGED, NOTHING)
+    state = built.start([Request(prompt, 20) for prompt in RAGGED])
+    program = built.run.lower(params, state, scheduled([]), jnp.int32(5)).compile()
+    assert cache_sized_copies(program.as_text(), state.cache) == []
 
 
 @pytest.mark.parametrize("kind", ["hydra++", "mtp"])

@@ -366,7 +366,7 @@ def test_heads_over_the_whole_vocabulary_keep_the_order_of_the_ids(tmp_path, tin
     chosen = chosen[held_out_records(records)[features.record[chosen]]]
     hidden = jnp.asarray(features.hidden[chosen], jnp.float32)
     state = head.init_state(len(chosen), 1)._replace(normed=hidden)
-    tokens = np.asarray(head.propose(head_params, shared, state, jnp.zeros(len(chosen), jnp.int32), 2).parts.tokens)
+    tokens = np.asarray(head.propose(head_params, shared, state, jnp.zeros(len(chosen), jnp.int32), 2).greedy.tokens)
     targets = draft_targets(features, records, chosen, 2)
     right = (tokens[:, :, 0] == targets).sum(axis=0) / (targets != NO_COLUMN).sum(axis=0)
     result = json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())["result"]

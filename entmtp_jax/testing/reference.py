@@ -31,19 +31,28 @@ def reference_logits(config: BackboneConfig, params: Params, tokens: Sequence[in
     """Logits after every token of one sequence, ``[T, V]`` float64."""
     weights = _float64(params)
     x = weights["embed"]["embedding"][np.asarray(tokens)]
-    angles = np.arange(len(tokens))[:, None] * _frequencies(config)
-    cosines, sines = np.cos(angles)[:, None], np.sin(angles)[:, None]
-    allowed = np.tril(np.ones((len(tokens), len(tokens)), bool))
     for index in range(config.num_layers):
-        layer = weights[f"layer_{index}"]
-        x = x + _attention(
-            config, layer["attention"], _norm(config, layer["attention_norm"], x), cosines, sines, allowed
-        )
-        gate, up = np.split(layer["mlp"]["gate_up"] @ _norm(config, layer["mlp_norm"], x).T, 2)
-        x = x + ((gate / (1 + np.exp(-gate))) * up).T @ layer["mlp"]["down"].T
-    x = _norm(config, weights["final_norm"], x)
+        x = reference_layer(config, weights[f"layer_{index}"], x)
+    x = reference_norm(config, weights["final_norm"], x)
     output = weights["embed"]["embedding"] if config.tie_embeddings else weights["unembed"]["kernel"]
     return x @ output.T
+
+
+def reference_layer(config: BackboneConfig, layer: Params, x: np.ndarray) -> np.ndarray:
+    """One layer over a whole sequence ``[T, D]``; each position, from 0 on, sees itself and those before."""
+    layer = _float64(layer)
+    angles = np.arange(len(x))[:, None] * _frequencies(config)
+    cosines, sines = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    allowed = np.tril(np.ones((len(x), len(x)), bool))
+    normed = reference_norm(config, layer["attention_norm"], x)
+    x = x + _attention(config, layer["attention"], normed, cosines, sines, allowed)
+    gate, up = np.split(layer["mlp"]["gate_up"] @ reference_norm(config, layer["mlp_norm"], x).T, 2)
+    return x + ((gate / (1 + np.exp(-gate))) * up).T @ layer["mlp"]["down"].T
+
+
+def reference_norm(config: BackboneConfig, weights: Params, x: np.ndarray) -> np.ndarray:
+    """RMSNorm over the last axis."""
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * weights["scale"]
 
 
 def reference_decode(
@@ -105,10 +114,6 @@ def _frequencies(config: BackboneConfig) -> np.ndarray:
     if config.rope_scaling.kind != "none":
         raise ValueError(f"the reference knows no RoPE scaling {config.rope_scaling.kind!r}")
     return frequencies
-
-
-def _norm(config: BackboneConfig, weights: dict[str, np.ndarray], x: np.ndarray) -> np.ndarray:
-    return x / np.sqrt((x * x).mean(-1, keepdims=True) + config.norm_eps) * weights["scale"]
 
 
 def _float64(params: Params) -> Params:

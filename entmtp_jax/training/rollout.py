@@ -7,7 +7,7 @@ calls this training-time test). Levels need not start everywhere, so a few bases
 """
 
 from collections.abc import Callable
-from typing import TypeAlias, cast
+from typing import NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,7 @@ from entmtp_jax.backbone.attention import MASKED, Attend, two_part_attention
 from entmtp_jax.backbone.cache import KVCache
 from entmtp_jax.backbone.precision import Linear, linear_highest
 from entmtp_jax.config import BackboneConfig
+from entmtp_jax.heads.block import one_layer
 from entmtp_jax.heads.hydra_layers import HydraConfig, HydraHeads, HydraPrefix
 from entmtp_jax.heads.mtp import MTPConfig, MTPModule, init_modules
 from entmtp_jax.training.sequences import SequenceBatch, look_ahead
@@ -44,7 +45,19 @@ def at_bases(values: Float[Array, "R L D"], batch: SequenceBatch) -> Float[Array
     return jnp.take_along_axis(values, jnp.maximum(batch.base, 0)[:, :, None], axis=1)
 
 
-def attend_from_bases(text: KVCache, visible: Bool[Array, "R M L"], above: list[KVCache]) -> Attend:
+class Entries(NamedTuple):
+    """Keys and values of one level.
+
+    Attributes:
+      keys: ``[R, G, places, C]``.
+      values: like ``keys``.
+    """
+
+    keys: Array
+    values: Array
+
+
+def attend_from_bases(text: Entries, visible: Bool[Array, "R M L"], above: list[Entries]) -> Attend:
     """Attention of the entries of one level: to the text up to their base, to their own earlier levels, to themselves.
 
     Args:
@@ -92,7 +105,7 @@ def mtp_states(config: MTPConfig, block: BackboneConfig, levels: int, *, linear:
         arguments = (batch.hidden.astype(jnp.float32), embedding[shifted], batch.position, mask, cache, empty)
         module = MTPModule(config, block, linear, two_part_attention)
         # With several modules each keeps entries of the text, from the same inputs as the first one.
-        outputs, texts = zip(*(module.apply({"params": one}, *arguments) for one in modules), strict=True)
+        outputs, texts = zip(*(_run(module, one, *arguments) for one in modules), strict=True)
         visible = jnp.take_along_axis(mask, jnp.maximum(batch.base, 0)[:, :, None], axis=1)
         start = jnp.take_along_axis(batch.position, jnp.maximum(batch.base, 0), axis=1)
 
@@ -103,9 +116,8 @@ def mtp_states(config: MTPConfig, block: BackboneConfig, levels: int, *, linear:
             hidden = found[-1] if config.normed_hidden else output
             token = look_ahead(batch, batch.token, batch.base, level + 1, 0)
             attend = attend_from_bases(texts[index], visible, above)
-            output, new = MTPModule(config, block, linear, attend).apply(
-                {"params": modules[index]}, hidden, embedding[token], start + level, mask, cache, empty
-            )
+            below = MTPModule(config, block, linear, attend)
+            output, new = _run(below, modules[index], hidden, embedding[token], start + level, mask, cache, empty)
             above.append(new)
             found.append(_normed(module, modules[index], output))
         return found
@@ -140,7 +152,12 @@ def hydra_states(config: HydraConfig, block: BackboneConfig, levels: int, *, lin
 
 
 def _normed(module: MTPModule, params: Params, output: Float[Array, "R M D"]) -> Float[Array, "R M D"]:
-    return module.apply({"params": params}, output, method="normed")
+    return cast(Array, module.apply({"params": params}, output, method="normed"))
+
+
+def _run(module: MTPModule, params: Params, *arguments: Array | KVCache) -> tuple[Array, Entries]:
+    output, new = cast(tuple[Array, KVCache], module.apply({"params": params}, *arguments))
+    return output, Entries(*one_layer(new))
 
 
 def init_mtp(config: MTPConfig, block: BackboneConfig, key: PRNGKey, *, norm_scale: float) -> Params:
