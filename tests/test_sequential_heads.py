@@ -58,7 +58,7 @@ def draft(head, params, text):
         proposal = head.propose(params, shared, state, root, TREE.depth)
         return head.complete(params, shared, state, root, proposal, TREE)
 
-    return complete(params, state)
+    return jax.device_get(complete(params, state))
 
 
 def check_nodes(drafted, ids, logits_below):

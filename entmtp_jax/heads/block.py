@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from entmtp_jax.backbone.attention import Attend
-from entmtp_jax.backbone.cache import KVCache
+from entmtp_jax.backbone.cache import KVCache, write_rows
 from entmtp_jax.config import BackboneConfig
 from entmtp_jax.types import Array, Bool, Float, Int, RowInts
 
@@ -31,6 +31,18 @@ def one_layer(cache: KVCache) -> tuple[Array, Array]:
 def embed(embedding: Float[Array, "V D"], tokens: Int[Array, "*any"]) -> Float[Array, "*any D"]:
     """Embeddings of tokens in float32; an empty node, which is never right, gets that of token 0."""
     return jnp.take(embedding, jnp.maximum(tokens, 0), axis=0).astype(jnp.float32)
+
+
+def commit_entries(
+    cache: KVCache, output: Float[Array, "B T D"], new: KVCache, starts: RowInts
+) -> tuple[Float[Array, "B T D"], KVCache]:
+    """Writes the new keys and values into the cache, once the output that has read it is there.
+
+    Without that order the compiler may write first, and keeps a copy of the whole cache for the reader. It is
+    given as a sum with zero, since the compiler drops an ``optimization_barrier`` before it looks for copies.
+    """
+    wait = 0.0 * output[:, :1, :1, None]
+    return output, write_rows(cache, jax.tree.map(lambda rows: rows + wait, new), starts)
 
 
 def join_entries(above: KVCache | None, new: KVCache) -> KVCache:

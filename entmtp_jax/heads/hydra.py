@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from entmtp_jax.backbone.attention import Attend, causal_mask, two_part_attention
-from entmtp_jax.backbone.cache import KVCache, write_rows
+from entmtp_jax.backbone.cache import KVCache
 from entmtp_jax.backbone.precision import Linear, linear_highest
 from entmtp_jax.config import BackboneConfig
-from entmtp_jax.heads.block import embed, empty_cache
+from entmtp_jax.heads.block import commit_entries, embed, empty_cache
 from entmtp_jax.heads.candidates import Candidates, rank_candidates, scored_rows, scored_vocabulary
 from entmtp_jax.heads.hydra_layers import HydraConfig, HydraHeads, HydraPrefix, init_hydra
 from entmtp_jax.heads.interface import Features, Head, Shared, last_valid
@@ -119,7 +119,8 @@ def _advance(
     arguments = (features.normed, positions, causal_mask(tokens.shape[1]), state.cache, starts)
     prefix, new = cast(tuple[Array, KVCache], module.apply({"params": params["prefix"]}, *arguments))
     # Entries past the valid ones land in slots that are not committed.
-    return HydraState(write_rows(state.cache, new, starts), last_valid(prefix, valid, state.prefix))
+    prefix, cache = commit_entries(state.cache, prefix, new, starts)
+    return HydraState(cache, last_valid(prefix, valid, state.prefix))
 
 
 def _offer(

@@ -16,13 +16,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from entmtp_jax.backbone.attention import Attend, causal_mask, two_part_attention
-from entmtp_jax.backbone.cache import KVCache, write_rows
+from entmtp_jax.backbone.cache import KVCache
 from entmtp_jax.backbone.precision import Linear, linear_highest
 from entmtp_jax.backbone.rope import rope_frequencies, rope_tables
 from entmtp_jax.backbone.transformer import Layer, RMSNorm
 from entmtp_jax.config import BackboneConfig
 from entmtp_jax.errors import UserError
-from entmtp_jax.heads.block import attend_below, block_config, embed, empty_cache, join_entries, one_layer
+from entmtp_jax.heads.block import (
+    attend_below,
+    block_config,
+    commit_entries,
+    embed,
+    empty_cache,
+    join_entries,
+    one_layer,
+)
 from entmtp_jax.heads.candidates import Candidates, ScoredIds, rank_candidates, scored_rows, scored_vocabulary
 from entmtp_jax.heads.interface import Features, Head, Shared, last_valid
 from entmtp_jax.heads.levels import Level
@@ -236,9 +244,10 @@ def _advance(
     outputs, caches = [], []
     for one, cache in zip(params["modules"], state.caches, strict=True):
         output, new = parts.run(one, parts.attend, hidden, embedded, positions, mask, cache, starts)
-        outputs.append(output)
         # Entries past the valid ones land in slots that are not committed.
-        caches.append(write_rows(cache, new, starts))
+        output, cache = commit_entries(cache, output, new, starts)
+        outputs.append(output)
+        caches.append(cache)
     count = valid.sum(axis=1)
     return MTPState(
         caches=tuple(caches),
