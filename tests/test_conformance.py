@@ -184,7 +184,7 @@ def test_no_cache_is_ever_copied(kind):
     """Neither the backbone's nor the head's own, which has the same shape."""
     built, params = decoder(kind), model_params(kind, RAGGED, NOTHING)
     state = built.start([Request(prompt, 20) for prompt in RAGGED])
-    program = built.run.lower(params, state, scheduled([]), jnp.int32(5)).compile()
+    program = built.run.lower(params, state, scheduled([]), 5).compile()  # the program of the other tests
     assert cache_sized_copies(program.as_text(), state.cache) == []
 
 

@@ -201,11 +201,10 @@ def build_mtp(
 def init_modules(config: MTPConfig, block: BackboneConfig, key: PRNGKey) -> list[Params]:
     """Random parameters of every module."""
     one = jnp.zeros((1, 1, config.hidden_size))
-    empty = empty_cache(block, 1, 1)
     place, length = jnp.zeros((1, 1), jnp.int32), jnp.zeros(1, jnp.int32)
 
     def touch_all(module: MTPModule) -> Array:
-        return module.normed(module(one, one, place, causal_mask(1), empty, length)[0])
+        return module.normed(module(one, one, place, causal_mask(1), empty_cache(block, 1, 1), length)[0])
 
     module = MTPModule(config, block)
     return [nn.init(touch_all, module)(key)["params"] for key in jax.random.split(key, config.num_modules)]
@@ -213,10 +212,9 @@ def init_modules(config: MTPConfig, block: BackboneConfig, key: PRNGKey) -> list
 
 def _init(parts: _Parts, key: PRNGKey) -> Params:
     config = parts.config
-    params = {"modules": init_modules(config, parts.block, key)}
     rows = jnp.zeros((config.num_scored, config.hidden_size))
     draft_ids = None if config.draft_vocab_size is None else np.arange(config.num_scored)
-    return prepare_mtp(params, draft_ids, Shared(rows, rows))
+    return prepare_mtp({"modules": init_modules(config, parts.block, key)}, draft_ids, Shared(rows, rows))
 
 
 def _init_state(parts: _Parts, batch: int, slots: int) -> MTPState:
@@ -241,16 +239,15 @@ def _advance(
     hidden = features.normed if parts.config.normed_hidden else features.hidden
     embedded = embed(shared.embedding, next_tokens)
     starts, mask = positions[:, 0], causal_mask(tokens.shape[1])
-    outputs, caches = [], []
+    committed = []
     for one, cache in zip(params["modules"], state.caches, strict=True):
         output, new = parts.run(one, parts.attend, hidden, embedded, positions, mask, cache, starts)
         # Entries past the valid ones land in slots that are not committed.
-        output, cache = commit_entries(cache, output, new, starts)
-        outputs.append(output)
-        caches.append(cache)
+        committed.append(commit_entries(cache, output, new, starts))
+    outputs, caches = zip(*committed, strict=True)
     count = valid.sum(axis=1)
     return MTPState(
-        caches=tuple(caches),
+        caches=caches,
         length=jnp.where(count > 0, starts + count, state.length),
         output=last_valid(outputs[0], valid, state.output),
     )
