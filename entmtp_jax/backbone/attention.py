@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from entmtp_jax.kernels import tree_attention
 from entmtp_jax.types import Array, Bool, Float, RowInts
 
+EXACT = jax.lax.Precision.HIGHEST  # float32 operands as float32, on a TPU too; bfloat16 ones are not affected
 MASKED = -1e30  # finite, so that a row of masked scores stays free of NaN
 
 
@@ -62,12 +63,12 @@ def two_part_attention(
 
 def _scores(query: Float[Array, "B G X C"], keys: Float[Array, "B G S C"]) -> Float[Array, "B G X S"]:
     query = query.astype(keys.dtype)
-    return jnp.einsum("bgxc,bgsc->bgxs", query, keys, preferred_element_type=jnp.float32)
+    return jnp.einsum("bgxc,bgsc->bgxs", query, keys, precision=EXACT, preferred_element_type=jnp.float32)
 
 
 def _mix(weights: Float[Array, "B G X S"], values: Float[Array, "B G S C"]) -> Float[Array, "B G X C"]:
     weights = weights.astype(values.dtype)
-    return jnp.einsum("bgxs,bgsc->bgxc", weights, values, preferred_element_type=jnp.float32)
+    return jnp.einsum("bgxs,bgsc->bgxc", weights, values, precision=EXACT, preferred_element_type=jnp.float32)
 
 
 def choose_attend(cache: Path) -> Attend:
