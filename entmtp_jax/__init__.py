@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from entmtp_jax.heads.interface import Head
     from entmtp_jax.heads.lookup import build_lookup
     from entmtp_jax.heads.medusa import MedusaConfig, build_medusa
-    from entmtp_jax.heads.mtp import MTPConfig, build_mtp
+    from entmtp_jax.heads.mtp import build_mtp
+    from entmtp_jax.heads.mtp_layers import MTPConfig
     from entmtp_jax.hub import cache_folder
     from entmtp_jax.scheduler import Policy, Signal, fixed, hysteresis, ladder
     from entmtp_jax.state import Request
@@ -42,7 +43,7 @@ _HOME = {
     "Generation": "generation",
     "Head": "heads.interface",
     "HydraConfig": "heads.hydra_layers",
-    "MTPConfig": "heads.mtp",
+    "MTPConfig": "heads.mtp_layers",
     "MedusaConfig": "heads.medusa",
     "Model": "assemble",
     "ModelParams": "decode",

@@ -11,7 +11,8 @@ from entmtp_jax.heads.hydra_layers import HydraConfig, init_hydra
 from entmtp_jax.heads.interface import Head, Shared
 from entmtp_jax.heads.lookup import build_lookup
 from entmtp_jax.heads.medusa import MedusaConfig, build_medusa, prepare_medusa
-from entmtp_jax.heads.mtp import MTPConfig, build_mtp, init_modules, prepare_mtp
+from entmtp_jax.heads.mtp import build_mtp, prepare_mtp
+from entmtp_jax.heads.mtp_layers import MTPConfig, init_modules
 from entmtp_jax.parts import shared_matrices
 from entmtp_jax.testing.tiny import TINY_CONFIG
 from entmtp_jax.types import Params

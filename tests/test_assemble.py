@@ -16,7 +16,7 @@ from entmtp_jax.checkpoints.head_kinds import expected_params
 from entmtp_jax.errors import UserError
 from entmtp_jax.heads.hydra_layers import HydraConfig
 from entmtp_jax.heads.medusa import MedusaConfig
-from entmtp_jax.heads.mtp import MTPConfig
+from entmtp_jax.heads.mtp_layers import MTPConfig
 from entmtp_jax.testing.tiny import TINY_CONFIG
 from entmtp_jax.topology import chain, k_ary
 from tests.decoding import tiny

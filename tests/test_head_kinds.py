@@ -18,7 +18,7 @@ from entmtp_jax.checkpoints.head_kinds import KINDS, expected_params, flat_names
 from entmtp_jax.errors import UserError
 from entmtp_jax.heads.hydra_layers import HydraConfig
 from entmtp_jax.heads.medusa import MedusaConfig
-from entmtp_jax.heads.mtp import MTPConfig
+from entmtp_jax.heads.mtp_layers import MTPConfig
 from entmtp_jax.testing.tiny import TINY_CONFIG
 from tests.head_kinds import DRAFT_IDS, D, V, shared
 

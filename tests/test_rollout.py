@@ -14,11 +14,12 @@ from entmtp_jax.heads.hydra import build_hydra
 from entmtp_jax.heads.hydra_layers import HydraConfig, init_hydra
 from entmtp_jax.heads.interface import Features as HeadFeatures
 from entmtp_jax.heads.interface import Shared
-from entmtp_jax.heads.mtp import MTPConfig, build_mtp, init_modules
+from entmtp_jax.heads.mtp import build_mtp
+from entmtp_jax.heads.mtp_layers import MTPConfig, init_modules, repeat_backbone
 from entmtp_jax.testing.tiny import TINY_CONFIG, tiny_backbone
 from entmtp_jax.training.data import from_sequences
 from entmtp_jax.training.features import Features
-from entmtp_jax.training.rollout import hydra_states, init_mtp, mtp_states
+from entmtp_jax.training.rollout import hydra_states, mtp_states
 from entmtp_jax.training.sequences import PADDING, batch_of_rows, look_ahead, pack, pack_rows
 
 DEPTH = 4
@@ -128,7 +129,8 @@ def test_fresh_modules_repeat_the_backbones_guess(packed):
     _, _, features, rows = packed
     config = SHAPES["recursive"]
     embedding = tiny_backbone()[1]["embed"]["embedding"]
-    params = init_mtp(config, config.block(TINY_CONFIG), jax.random.key(0), norm_scale=1.0)
+    modules = init_modules(config, config.block(TINY_CONFIG), jax.random.key(0))
+    params = {"modules": repeat_backbone(config, modules, norm_scale=1.0)}
     batch = batch_of_rows(rows, features.hidden, np.arange(2), bases=None, random=np.random.default_rng(0))
     states = mtp_states(config, config.block(TINY_CONFIG), DEPTH)(params, batch, embedding)
     hidden = np.take_along_axis(np.asarray(batch.hidden), np.maximum(batch.base, 0)[:, :, None], axis=1)

@@ -9,7 +9,8 @@ from entmtp_jax.errors import UserError
 from entmtp_jax.heads.hydra import build_hydra, prepare_hydra
 from entmtp_jax.heads.hydra_layers import HydraConfig, HydraHeads, init_hydra, repeat_backbone
 from entmtp_jax.heads.interface import Features, Shared
-from entmtp_jax.heads.mtp import MTPConfig, build_mtp, init_modules, prepare_mtp
+from entmtp_jax.heads.mtp import build_mtp, prepare_mtp
+from entmtp_jax.heads.mtp_layers import MTPConfig, init_modules
 from entmtp_jax.testing.reference import reference_layer, reference_norm
 from entmtp_jax.testing.tiny import TINY_CONFIG
 from entmtp_jax.topology import Topology

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from entmtp_jax.backbone.precision import linear_bfloat16, linear_highest
 from entmtp_jax.errors import UserError
 from entmtp_jax.heads.medusa import MedusaConfig
 from entmtp_jax.training.accuracy import NOT_RANKED, accuracies
@@ -25,8 +26,8 @@ from entmtp_jax.training.draft_vocab import (
     to_columns,
 )
 from entmtp_jax.training.examples import Examples
-from entmtp_jax.training.head_run import Constants, Recipe, build_gradient, build_update, stored_precision
-from entmtp_jax.training.loop import LoopConfig, batch_indices
+from entmtp_jax.training.head_run import Constants, build_gradient, build_update, stored_precision
+from entmtp_jax.training.loop import batch_indices
 from entmtp_jax.training.losses import (
     NUM_FREQUENT,
     DraftLoss,
@@ -201,7 +202,7 @@ def test_accumulated_passes_are_one_large_pass():
     columns = np.maximum(columns, 0)
     examples = Examples(hidden, np.arange(20), columns, train=np.arange(20), held_out=np.arange(20))
     problem = medusa_problem(shape, examples, constants(rows), KIND, seed=0, part=4)
-    gradient = build_gradient(problem, Recipe(LoopConfig(steps=4), batch=20))
+    gradient = build_gradient(problem)
     update = build_update(build_optimizer(0.1, 4, 0.0))
     random, on_device = np.random.default_rng(0), jax.tree.map(jnp.asarray, params)
 
@@ -220,10 +221,11 @@ def test_accumulated_passes_are_one_large_pass():
 def test_a_bfloat16_pass_gives_float32_gradients_close_to_the_exact_ones():
     shape, params, hidden, rows, columns = random_problem(13)
     examples = Examples(hidden, np.arange(20), columns, train=np.arange(20), held_out=np.arange(20))
-    problem = medusa_problem(shape, examples, constants(rows), KIND, seed=0, part=4)
     results = []
-    for dtype in ("float32", "bfloat16"):
-        gradient = build_gradient(problem, Recipe(LoopConfig(steps=1), batch=20, compute_dtype=dtype))
+    for linear in (linear_highest, linear_bfloat16):
+        kind = KIND._replace(linear=linear)
+        problem = medusa_problem(shape, examples, constants(rows), kind, seed=0, part=4)
+        gradient = build_gradient(problem)
         batch = problem.batch(np.arange(20), np.random.default_rng(0))
         results.append(gradient(jax.tree.map(jnp.asarray, params), batch, constants(rows), None)[1])
     exact, rounded = (np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(r)]) for r in results)
@@ -280,7 +282,7 @@ def test_misses_count_as_wrong_and_ends_do_not_count():
 def test_evaluation_does_not_depend_on_its_chunks(monkeypatch):
     shape, params, hidden, rows, columns = random_problem(13, count=50)
     whole = measure(shape, params, hidden, columns, rows)
-    monkeypatch.setattr("entmtp_jax.training.medusa.EVAL_POSITIONS", 7)
+    monkeypatch.setattr("entmtp_jax.training.medusa.POSITIONS_PER_PASS", 7)
     assert measure(shape, params, hidden, columns, rows) == whole
     ranks = np.argsort(np.argsort(-numpy_logits(params, hidden, rows), axis=2), axis=2)
     picked = np.take_along_axis(ranks, np.maximum(columns, 0)[:, :, None], axis=2)[:, :, 0]

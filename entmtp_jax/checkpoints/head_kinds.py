@@ -51,7 +51,8 @@ from entmtp_jax.heads.hydra import build_hydra, prepare_hydra
 from entmtp_jax.heads.hydra_layers import HydraConfig, init_hydra
 from entmtp_jax.heads.interface import Head, Shared
 from entmtp_jax.heads.medusa import MedusaConfig, build_medusa, init_medusa, prepare_medusa
-from entmtp_jax.heads.mtp import MTPConfig, build_mtp, init_modules, prepare_mtp
+from entmtp_jax.heads.mtp import build_mtp, prepare_mtp
+from entmtp_jax.heads.mtp_layers import MTPConfig, init_modules
 from entmtp_jax.json_files import COUNT, Key, Kind
 from entmtp_jax.types import Params, PRNGKey
 

@@ -23,7 +23,7 @@ from entmtp_jax.state import Request
 from entmtp_jax.topology import Topology, autoregressive
 from entmtp_jax.training.data import load_records
 from entmtp_jax.training.examples import held_out_records
-from entmtp_jax.training.features import load_features
+from entmtp_jax.training.features import load_features, record_starts
 from entmtp_jax.training.provenance import collect_provenance
 
 
@@ -52,8 +52,7 @@ def _held_out(args: argparse.Namespace) -> list[KnownText]:
     features = load_features(args.features)
     held = held_out_records(records)
     texts = []
-    for start in np.flatnonzero(features.position == 0):
-        record = int(features.record[start])
+    for record, start in record_starts(features).items():
         if held[record]:
             tokens = records.record(record)
             hidden = features.hidden[start : start + len(tokens)]

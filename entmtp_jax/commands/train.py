@@ -31,7 +31,6 @@ def build_parser(prog: str = "train.py") -> argparse.ArgumentParser:
     add("--out", type=Path, required=True, help="folder of this run")
     add("--features", type=Path, help="folder of the stored hidden states (OUT/features); may serve several runs")
     add("--feature-blocks", type=int, metavar="N", help="use only N blocks, a random part of the data (all)")
-    add("--features-only", action="store_true", help="store the hidden states and stop")
     add("--cache-dir", help="folder of the fetched model and the compiled programs")
     _add_heads(parser.add_argument_group("heads"))
     _add_loss(parser.add_argument_group("loss"))
@@ -73,7 +72,7 @@ def _add_run(group: argparse._ArgumentGroup) -> None:
     add("--accumulate", type=int, default=1, metavar="N", help="passes per update (%(default)s)")
     add("--lr", type=float, default=1e-3, help="peak learning rate (%(default)s)")
     add("--weight-decay", type=float, default=0.0, help="of AdamW (%(default)s)")
-    dtype = "of a pass; parameters stay float32 (%(default)s)"
+    dtype = "of the matrix products; parameters and sums stay float32 (%(default)s)"
     add("--compute-dtype", choices=("float32", "bfloat16"), default="float32", help=dtype)
     add("--seed", type=int, default=0, help="of the order of the data and of what is drawn (%(default)s)")
     add("--log-every", type=int, default=10, help="updates between log lines (%(default)s)")

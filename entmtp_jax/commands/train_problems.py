@@ -7,21 +7,20 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from entmtp_jax.backbone.precision import Linear, linear_bfloat16, linear_highest
 from entmtp_jax.config import BackboneConfig
 from entmtp_jax.errors import UserError
-from entmtp_jax.heads.hydra_layers import HydraConfig, init_hydra, repeat_backbone
+from entmtp_jax.heads import hydra_layers, mtp_layers
+from entmtp_jax.heads.hydra_layers import HydraConfig
 from entmtp_jax.heads.medusa import MedusaConfig
-from entmtp_jax.heads.mtp import MTPConfig
+from entmtp_jax.heads.mtp_layers import MTPConfig
 from entmtp_jax.training.data import Records
-from entmtp_jax.training.examples import (
-    DraftVocab,
-    make_examples,
-)
+from entmtp_jax.training.examples import DraftVocab, make_examples
 from entmtp_jax.training.features import Features
 from entmtp_jax.training.head_run import Constants, Problem
 from entmtp_jax.training.losses import DraftLoss, depth_weights
 from entmtp_jax.training.medusa import medusa_problem
-from entmtp_jax.training.rollout import States, hydra_states, init_mtp, mtp_states
+from entmtp_jax.training.rollout import States, hydra_states, mtp_states
 from entmtp_jax.training.sequence_problem import build_measure, sequence_problem
 from entmtp_jax.training.sequences import pack_rows
 from entmtp_jax.types import Params
@@ -71,8 +70,16 @@ def _medusa(args: argparse.Namespace, setting: Setting) -> Problem:
         own_output=args.own_output,
     )
     examples = make_examples(setting.features, setting.records, setting.held, setting.vocab, num_heads=shape.num_heads)
-    kind = DraftLoss(depth_weights(args.depth_decay, shape.num_heads), args.teacher)
+    kind = _loss(args, shape.num_heads)
     return medusa_problem(shape, examples, setting.constants, kind, seed=args.seed, part=EVAL_POSITIONS)
+
+
+# What a pass computes with; a bfloat16 product casts its operands, so the parameters themselves stay float32.
+PRODUCTS = {"float32": linear_highest, "bfloat16": linear_bfloat16}
+
+
+def _loss(args: argparse.Namespace, levels: int) -> DraftLoss:
+    return DraftLoss(depth_weights(args.depth_decay, levels), args.teacher, PRODUCTS[args.compute_dtype])
 
 
 def _hydra(args: argparse.Namespace, setting: Setting) -> Problem:
@@ -89,10 +96,13 @@ def _hydra(args: argparse.Namespace, setting: Setting) -> Problem:
     block = shape.block(setting.config)
 
     def init() -> Params:
-        params = init_hydra(shape, block, jax.random.key(args.seed))
-        return repeat_backbone(shape, params, norm_scale=setting.hidden_scale, rows=setting.constants.rows)
+        params = hydra_layers.init_hydra(shape, block, jax.random.key(args.seed))
+        return hydra_layers.repeat_backbone(shape, params, norm_scale=setting.hidden_scale, rows=setting.constants.rows)
 
-    return _on_sequences(args, setting, shape, init, lambda levels: hydra_states(shape, block, levels), shape.num_heads)
+    def states(levels: int, linear: Linear) -> States:
+        return hydra_states(shape, block, levels, linear=linear)
+
+    return _on_sequences(args, setting, shape, init, states, shape.num_heads)
 
 
 def _mtp(args: argparse.Namespace, setting: Setting) -> Problem:
@@ -107,9 +117,13 @@ def _mtp(args: argparse.Namespace, setting: Setting) -> Problem:
     block = shape.block(setting.config)
 
     def init() -> Params:
-        return init_mtp(shape, block, jax.random.key(args.seed), norm_scale=setting.hidden_scale)
+        modules = mtp_layers.init_modules(shape, block, jax.random.key(args.seed))
+        return {"modules": mtp_layers.repeat_backbone(shape, modules, norm_scale=setting.hidden_scale)}
 
-    return _on_sequences(args, setting, shape, init, lambda levels: mtp_states(shape, block, levels), shape.max_depth)
+    def states(levels: int, linear: Linear) -> States:
+        return mtp_states(shape, block, levels, linear=linear)
+
+    return _on_sequences(args, setting, shape, init, states, shape.max_depth)
 
 
 def _on_sequences(
@@ -117,12 +131,13 @@ def _on_sequences(
     setting: Setting,
     shape: Any,
     init: Callable[[], Params],
-    states: Callable[[int], States],
+    states: Callable[[int, Linear], States],
     depth: int,
 ) -> Problem:
     if args.own_output:
         raise UserError("--own-output: only Medusa heads are trained with output matrices of their own")
     levels = min(args.train_depth or depth, depth)
+    kind = _loss(args, levels)
     train, held = (
         pack_rows(
             setting.features,
@@ -137,10 +152,11 @@ def _on_sequences(
     return sequence_problem(
         shape,
         init,
-        (states(levels), train),
-        build_measure(states(depth), held, setting.features.hidden, setting.constants, part=EVAL_ROWS),
+        states(levels, kind.linear),
+        train,
+        build_measure(states(depth, linear_highest), held, setting.features.hidden, setting.constants, part=EVAL_ROWS),
         setting.features.hidden,
-        DraftLoss(depth_weights(args.depth_decay, levels), args.teacher),
+        kind,
         bases=args.bases,
     )
 

@@ -22,12 +22,7 @@ from entmtp_jax.config import BackboneConfig
 from entmtp_jax.errors import UserError
 from entmtp_jax.hub import cache_folder, enable_compile_cache, resolve_model
 from entmtp_jax.training.data import Records, concatenate, load_records
-from entmtp_jax.training.examples import (
-    DraftVocab,
-    choose_draft_vocab,
-    held_out_records,
-    records_digest,
-)
+from entmtp_jax.training.examples import DraftVocab, choose_draft_vocab, held_out_records, records_digest
 from entmtp_jax.training.features import extract_features, load_features
 from entmtp_jax.training.head_run import Constants, Problem, Recipe, Trained, train_heads
 from entmtp_jax.training.loop import LoopConfig
@@ -45,8 +40,6 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     enable_compile_cache(cache)
     source = resolve_model(args.model, cache, lambda line: tqdm.write(line, file=sys.stderr))
     setting = prepare(args, source)
-    if args.features_only:
-        return 0
     problem = PROBLEMS[args.heads](args, setting)
     recipe = plan(args, problem)
     trained = train(args, problem, recipe, setting)
@@ -126,7 +119,6 @@ def plan(args: argparse.Namespace, problem: Problem) -> Recipe:
         learning_rate=args.lr,
         weight_decay=args.weight_decay,
         sampled_rare=args.sampled_rare,
-        compute_dtype=args.compute_dtype,
         seed=args.seed,
     )
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from entmtp_jax.backbone.attention import Attend
 from entmtp_jax.backbone.cache import KVCache, write_rows
 from entmtp_jax.config import BackboneConfig
-from entmtp_jax.types import Array, Bool, Float, Int, RowInts
+from entmtp_jax.types import Array, Bool, Float, Int, Params, RowInts
 
 
 def block_config(backbone: BackboneConfig, intermediate_size: int) -> BackboneConfig:
@@ -21,6 +21,15 @@ def empty_cache(block: BackboneConfig, batch: int, slots: int) -> KVCache:
     """Keys and values ``[B, G, S, C]`` of one layer, float32 zeros."""
     shape = (batch, block.num_kv_heads, slots, block.head_dim)
     return KVCache(jnp.zeros(shape), jnp.zeros(shape))
+
+
+def silent_layer(layer: Params) -> Params:
+    """The same layer with its two output matrices at zero: it adds nothing to its input."""
+    attention, mlp = layer["attention"], layer["mlp"]
+    return layer | {
+        "attention": attention | {"output": jnp.zeros_like(attention["output"])},
+        "mlp": mlp | {"down": jnp.zeros_like(mlp["down"])},
+    }
 
 
 def one_layer(cache: KVCache) -> tuple[Array, Array]:

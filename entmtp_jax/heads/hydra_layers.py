@@ -20,7 +20,7 @@ from entmtp_jax.backbone.rope import rope_frequencies, rope_tables
 from entmtp_jax.backbone.transformer import Layer, RMSNorm
 from entmtp_jax.config import BackboneConfig
 from entmtp_jax.errors import UserError
-from entmtp_jax.heads.block import block_config, empty_cache, one_layer
+from entmtp_jax.heads.block import block_config, empty_cache, one_layer, silent_layer
 from entmtp_jax.heads.candidates import ScoredIds
 from entmtp_jax.types import Array, Bool, Float, Int, Params, PRNGKey, RowInts
 
@@ -205,8 +205,5 @@ def repeat_backbone(
             head["output"]["kernel"] = rows.astype(jnp.float32)
     if not config.prefix:
         return {"heads": heads}
-    prefix = jax.tree.map(jnp.asarray, params["prefix"])
-    for part, name in (("attention", "output"), ("mlp", "down")):
-        prefix["layer"][part][name] = jnp.zeros_like(prefix["layer"][part][name])
-    prefix["norm"]["scale"] = jnp.broadcast_to(norm_scale, (config.hidden_size,)).astype(jnp.float32)
-    return {"heads": heads, "prefix": prefix}
+    norm = {"scale": jnp.broadcast_to(norm_scale, (config.hidden_size,)).astype(jnp.float32)}
+    return {"heads": heads, "prefix": {"layer": silent_layer(params["prefix"]["layer"]), "norm": norm}}

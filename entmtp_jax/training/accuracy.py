@@ -5,6 +5,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 import numpy as np
 
+from entmtp_jax.backbone.precision import linear_highest
 from entmtp_jax.types import Array, Float, Int
 
 NOT_RANKED = np.iinfo(np.int32).max  # behind every candidate, however few ids are scored
@@ -36,7 +37,7 @@ def ranks_of_targets(
       rows: output rows of the scored ids.
       columns: targets; a negative one is not scored and gets ``NOT_RANKED``.
     """
-    scores = state @ rows.T
+    scores = linear_highest(state, rows)
     column = jnp.maximum(columns, 0)[..., None]
     true = jnp.take_along_axis(scores, column, axis=-1)
     before = (scores > true) | ((scores == true) & (jnp.arange(scores.shape[-1]) < column))

@@ -10,8 +10,6 @@ import numpy as np
 from entmtp_jax.errors import UserError
 from entmtp_jax.training.data import Records, select
 from entmtp_jax.training.draft_vocab import (
-    MISS,
-    NO_COLUMN,
     Coverage,
     rank_ids,
     response_tokens,
@@ -54,11 +52,6 @@ class Examples(NamedTuple):
     columns: np.ndarray
     train: np.ndarray
     held_out: np.ndarray
-
-    def held_out_misses(self) -> list[float]:
-        """Per head, the share of the held-out targets that are not in the draft vocabulary."""
-        columns = self.columns[self.held_out]
-        return ((columns == MISS).sum(axis=0) / np.maximum((columns != NO_COLUMN).sum(axis=0), 1)).tolist()
 
 
 def held_out_records(records: Records, *, every: int = HELD_OUT_EVERY) -> np.ndarray:

@@ -44,6 +44,12 @@ class Features(NamedTuple):
     position: np.ndarray
 
 
+def record_starts(features: Features) -> dict[int, int]:
+    """Where each record begins among the features, by its index."""
+    starts = np.flatnonzero(features.position == 0)
+    return dict(zip(features.record[starts].tolist(), starts.tolist(), strict=True))
+
+
 def response_positions(features: Features, records: Records) -> Int[np.ndarray, " m"]:
     """Indices of the positions whose own next token is of the response and that have one more token after it.
 

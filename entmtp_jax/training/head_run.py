@@ -19,7 +19,6 @@ from entmtp_jax.training.settings import check_settings
 from entmtp_jax.types import Array, Float, Int, Params
 
 RUN_FILE = "run.json"
-COMPUTE_DTYPES = ("float32", "bfloat16")
 KEPT_IN_FLOAT32 = ("bias", "scale", "output_bias")
 
 Measures = dict[str, Array]
@@ -41,7 +40,8 @@ class Problem(NamedTuple):
     """What is trained, on what, and how it is examined.
 
     Attributes:
-      shape: of the heads, a dataclass; part of what a run must not change.
+      shape: of the heads, a dataclass.
+      settings: of their loss and data, as plain values; like the shape, a run must not change them.
       count: how many things a batch is drawn from: positions, or packed rows.
       init: ``() -> params``.
       batch: ``(chosen[batch], random) -> batch``: reads these things.
@@ -50,6 +50,7 @@ class Problem(NamedTuple):
     """
 
     shape: Any
+    settings: dict[str, Any]
     count: int
     init: Callable[[], Params]
     batch: Callable[[Int[np.ndarray, " batch"], np.random.Generator], Any]
@@ -68,7 +69,6 @@ class Recipe:
       learning_rate: at its peak.
       weight_decay: of AdamW.
       sampled_rare: rare columns per pass that stand for all of them; 0 for the full softmax.
-      compute_dtype: of parameters and activations in a pass; the parameters themselves stay float32.
       seed: of the order of the batches, of the sampled columns and of the places to draft from.
     """
 
@@ -78,14 +78,11 @@ class Recipe:
     learning_rate: float = 1e-3
     weight_decay: float = 0.0
     sampled_rare: int = 0
-    compute_dtype: str = "float32"
     seed: int = 0
 
     def __post_init__(self) -> None:
         if min(self.batch, self.accumulate) < 1 or self.learning_rate <= 0 or self.weight_decay < 0:
             raise UserError("batch, accumulation and learning rate must be positive, weight decay 0 or more")
-        if self.compute_dtype not in COMPUTE_DTYPES:
-            raise UserError(f"compute dtype {self.compute_dtype!r} is unknown; give {' or '.join(COMPUTE_DTYPES)}")
 
 
 class Trained(NamedTuple):
@@ -122,10 +119,10 @@ def train_heads(
             f"cannot sample {recipe.sampled_rare} rare ids: the heads score {num_scored} ids, of which "
             f"the first {NUM_FREQUENT} are never sampled; use 0 for the full softmax"
         )
-    described = {"shape": dataclasses.asdict(problem.shape), **dataclasses.asdict(recipe), "data": data}
-    check_settings(folder / RUN_FILE, described)
+    described = {"shape": dataclasses.asdict(problem.shape), **problem.settings, **dataclasses.asdict(recipe)}
+    check_settings(folder / RUN_FILE, described | {"data": data})
     optimizer = build_optimizer(recipe.learning_rate, recipe.loop.steps, recipe.weight_decay)
-    gradient, apply = build_gradient(problem, recipe), build_update(optimizer)
+    gradient, apply = build_gradient(problem), build_update(optimizer)
 
     def update(state: TrainState, step: int) -> tuple[TrainState, Measures]:
         parts = []
@@ -148,17 +145,13 @@ def train_heads(
     return Trained(rounded, problem.measure(rounded, True))
 
 
-def build_gradient(problem: Problem, recipe: Recipe) -> Callable[..., tuple[Measures, Params]]:
+def build_gradient(problem: Problem) -> Callable[..., tuple[Measures, Params]]:
     """``(params, batch, constants, sampled) -> (measures, gradient)``, compiled."""
-    dtype = jnp.dtype(recipe.compute_dtype)
-
-    def loss(params: Params, batch: Any, constants: Constants, sampled: Array | None) -> tuple[Array, Array]:
-        # A cast within the gradient: the gradient arrives in the parameters' own float32.
-        return problem.loss(jax.tree.map(lambda x: x.astype(dtype), params), batch, constants, sampled)
 
     @jax.jit
     def gradient(params: Params, batch: Any, constants: Constants, sampled: Array | None) -> tuple[Measures, Params]:
-        (total, per_depth), result = jax.value_and_grad(loss, has_aux=True)(params, batch, constants, sampled)
+        value_and_gradient = jax.value_and_grad(problem.loss, has_aux=True)
+        (total, per_depth), result = value_and_gradient(params, batch, constants, sampled)
         return {"loss": total, "loss_by_head": per_depth}, result
 
     return gradient

@@ -7,11 +7,12 @@ frequent columns always, a uniform sample of the rare ones with weight ``num_rar
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from entmtp_jax.backbone.precision import Linear, linear_highest
 from entmtp_jax.types import Array, Bool, Float, Int
 
 NUM_FREQUENT = 1024  # columns that a sampled softmax always scores
@@ -23,14 +24,24 @@ class DraftLoss(NamedTuple):
     Attributes:
       weights: w_i of every depth.
       teacher: a, share of the divergence from the backbone's distribution; the rest is cross-entropy on the data.
+      linear: the matrix product of states and output rows.
     """
 
     weights: tuple[float, ...]
     teacher: float = 0.0
+    linear: Linear = linear_highest
+
+    def describe(self) -> dict[str, Any]:
+        """What of it decides a run's result, as plain values."""
+        return {"weights": list(self.weights), "teacher": self.teacher, "product": self.linear.__name__}
 
 
 def weighted_logits(
-    state: Float[Array, "n D"], rows: Float[Array, "X D"], columns: Int[Array, " n"], sampled: Int[Array, " m"] | None
+    state: Float[Array, "n D"],
+    rows: Float[Array, "X D"],
+    columns: Int[Array, " n"],
+    sampled: Int[Array, " m"] | None,
+    linear: Linear = linear_highest,
 ) -> tuple[Float[Array, "n Y"], Int[Array, " n"]]:
     """Logits whose exponentials sum to the partition function or to an unbiased estimate of it.
 
@@ -46,15 +57,16 @@ def weighted_logits(
       rows: output rows of the scored ids, the most frequent first.
       columns: target columns, at least 0.
       sampled: distinct rare columns; None scores every column.
+      linear: the matrix product.
 
     Returns:
       The logits, and where among them the target stands.
     """
     if sampled is None:
-        return state @ rows.T, columns
+        return linear(state, rows), columns
     num_frequent = min(NUM_FREQUENT, rows.shape[0])
     num_rare = rows.shape[0] - num_frequent
-    logits = state @ jnp.concatenate([rows[:num_frequent], rows[sampled]]).T
+    logits = linear(state, jnp.concatenate([rows[:num_frequent], rows[sampled]]))
     frequent, rare = jnp.split(logits, [num_frequent], axis=1)
     rare = jnp.where(sampled == columns[:, None], -jnp.inf, rare + math.log(num_rare / sampled.shape[0]))
     own = (state * rows[columns]).sum(axis=1)
@@ -76,6 +88,33 @@ def divergence(logits: Float[Array, "n Y"], teacher: Float[Array, "n Y"]) -> Flo
     logprobs = jax.nn.log_softmax(logits, axis=1)
     # A column that the estimate leaves out has log-probability -inf on both sides.
     return jnp.where(probability > 0, probability * (teacher_logprobs - logprobs), 0.0).sum(axis=1)
+
+
+def draft_losses(
+    kind: DraftLoss,
+    state: Float[Array, "n D"],
+    teacher: Float[Array, "n D"] | None,
+    columns: Int[Array, " n"],
+    rows: tuple[Float[Array, "X D"], Float[Array, "X D"]],
+    sampled: Int[Array, " m"] | None,
+) -> Float[Array, " n"]:
+    """``(1 - a) CE + a KL`` of one depth at every position, in nats; of no value where the target is negative.
+
+    Args:
+      kind: the loss.
+      state: of the head.
+      teacher: the backbone's hidden states that predict the same tokens; None when its share is 0.
+      columns: targets; a negative one has no loss and is read as column 0.
+      rows: output rows of the head, and of the backbone.
+      sampled: rare columns that stand for all of them; None for the full softmax.
+    """
+    columns = jnp.maximum(columns, 0)
+    logits, target = weighted_logits(state, rows[0], columns, sampled, kind.linear)
+    loss = (1 - kind.teacher) * cross_entropy(logits, target)
+    if teacher is None:
+        return loss
+    known, _ = weighted_logits(teacher.astype(jnp.float32), rows[1], columns, sampled, kind.linear)
+    return loss + kind.teacher * divergence(logits, known)
 
 
 def depth_weights(decay: float, depth: int) -> tuple[float, ...]:

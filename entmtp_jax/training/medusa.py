@@ -1,20 +1,21 @@
 """Training of Medusa heads on single positions of a frozen backbone's text (``Problem`` of ``head_run``)."""
 
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entmtp_jax.heads.medusa import MedusaBlocks, MedusaConfig
+from entmtp_jax.heads.medusa import MedusaBlocks, MedusaConfig, init_medusa
 from entmtp_jax.training.accuracy import Accuracies, accuracies, ranks_of_targets
 from entmtp_jax.training.draft_vocab import NO_COLUMN
 from entmtp_jax.training.examples import Examples
 from entmtp_jax.training.head_run import Constants, Problem
-from entmtp_jax.training.losses import DraftLoss, cross_entropy, divergence, weighted_logits, weighted_sum
+from entmtp_jax.training.losses import DraftLoss, draft_losses, weighted_sum
 from entmtp_jax.types import Array, Float, Int, Params
 
-EVAL_POSITIONS = 1024  # per pass
+POSITIONS_PER_PASS = 1024  # of a measure
 
 
 class Batch(NamedTuple):
@@ -39,8 +40,7 @@ def init_params(config: MedusaConfig, rows: Float[Array, "X D"], seed: int) -> P
       rows: the backbone's output rows of the scored ids.
       seed: of whatever starts at random.
     """
-    one = jnp.zeros((1, config.hidden_size))
-    params = dict(MedusaBlocks(config).init(jax.random.key(seed), one, rows, config.num_heads)["params"])
+    params = dict(init_medusa(config, jax.random.key(seed)))
     if config.own_output:
         params["output"] = jnp.broadcast_to(rows.astype(jnp.float32), (config.num_heads, *rows.shape))
     return params
@@ -73,6 +73,7 @@ def medusa_problem(
 
     return Problem(
         shape=config,
+        settings={"loss": kind.describe()},
         count=len(examples.train),
         init=lambda: init_params(config, constants.rows, seed),
         batch=batch,
@@ -92,46 +93,36 @@ def read_batch(examples: Examples, chosen: Int[np.ndarray, " n"], *, with_teache
     return Batch(jnp.asarray(examples.hidden[positions]), jnp.asarray(columns), teacher)
 
 
-def build_loss(config: MedusaConfig, kind: DraftLoss) -> Any:
+def build_loss(config: MedusaConfig, kind: DraftLoss) -> Callable[..., tuple[Array, Array]]:
     """``(params, batch, constants, sampled) -> (loss, loss per head)``, not compiled."""
-    states = build_states(config)
+    module = MedusaBlocks(config, kind.linear)
 
     def loss(params: Params, batch: Batch, constants: Constants, sampled: Array | None) -> tuple[Array, Array]:
         losses = []
-        for head, state in enumerate(states(params, batch.hidden)):
+        for head, state in enumerate(states_of(module, params, batch)):
             rows = params["output"][head] if config.own_output else constants.rows
-            column = jnp.maximum(batch.columns[:, head], 0)
-            logits, target = weighted_logits(state, rows, column, sampled)
-            value = (1 - kind.teacher) * cross_entropy(logits, target)
-            if batch.teacher is not None:
-                teacher = batch.teacher[:, head].astype(jnp.float32)
-                known, _ = weighted_logits(teacher, constants.rows, column, sampled)
-                value += kind.teacher * divergence(logits, known)
-            losses.append(value)
+            teacher = None if batch.teacher is None else batch.teacher[:, head]
+            columns = batch.columns[:, head]
+            losses.append(draft_losses(kind, state, teacher, columns, (rows, constants.rows), sampled))
         return weighted_sum(losses, list((batch.columns >= 0).T), kind.weights)
 
     return loss
 
 
-def build_states(config: MedusaConfig) -> Any:
-    """``(params, hidden[n, D]) -> K arrays [n, D]``: what is multiplied with output rows."""
-    module = MedusaBlocks(config)
-
-    def states(params: Params, hidden: Float[Array, "n D"]) -> list[Array]:
-        found = module.apply({"params": params}, hidden.astype(jnp.float32), config.num_heads, method="states")
-        return cast(list[Array], found)
-
-    return states
+def states_of(module: MedusaBlocks, params: Params, batch: Batch) -> list[Float[Array, "n D"]]:
+    """One state per head: what is multiplied with output rows."""
+    hidden, heads = batch.hidden.astype(jnp.float32), module.config.num_heads
+    return cast(list[Array], module.apply({"params": params}, hidden, heads, method="states"))
 
 
-def build_target_ranks(config: MedusaConfig) -> Any:
+def build_target_ranks(config: MedusaConfig) -> Callable[[Params, Batch, Constants], Array]:
     """``(params, batch, constants) -> [n, K]`` rank of every target among its head's scores, compiled."""
-    states = build_states(config)
+    module = MedusaBlocks(config)
 
     @jax.jit
     def target_ranks(params: Params, batch: Batch, constants: Constants) -> Int[Array, "n K"]:
         found = []
-        for head, state in enumerate(states(params, batch.hidden)):
+        for head, state in enumerate(states_of(module, params, batch)):
             rows = params["output"][head] if config.own_output else constants.rows
             found.append(ranks_of_targets(state, rows, batch.columns[:, head]))
         return jnp.stack(found, axis=1)
@@ -140,10 +131,14 @@ def build_target_ranks(config: MedusaConfig) -> Any:
 
 
 def rank_examples(
-    target_ranks: Any, params: Params, examples: Examples, chosen: Int[np.ndarray, " m"], constants: Constants
+    target_ranks: Callable[[Params, Batch, Constants], Array],
+    params: Params,
+    examples: Examples,
+    chosen: Int[np.ndarray, " m"],
+    constants: Constants,
 ) -> Int[np.ndarray, "m K"]:
     """Ranks of the targets of chosen examples, in passes of one size."""
-    padded = np.pad(chosen, (0, -len(chosen) % EVAL_POSITIONS))  # the padding's ranks are cut off
-    starts = range(0, len(padded), EVAL_POSITIONS)
-    parts = (read_batch(examples, padded[s : s + EVAL_POSITIONS], with_teacher=False) for s in starts)
+    padded = np.pad(chosen, (0, -len(chosen) % POSITIONS_PER_PASS))  # the padding's ranks are cut off
+    starts = range(0, len(padded), POSITIONS_PER_PASS)
+    parts = (read_batch(examples, padded[s : s + POSITIONS_PER_PASS], with_teacher=False) for s in starts)
     return np.concatenate([np.asarray(target_ranks(params, part, constants)) for part in parts])[: len(chosen)]

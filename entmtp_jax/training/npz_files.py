@@ -1,6 +1,5 @@
 """NumPy archives: written whole or not at all, read without executing pickled objects."""
 
-import os
 import zipfile
 import zlib
 from collections.abc import Mapping, Sequence
@@ -9,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from entmtp_jax.errors import UserError
+from entmtp_jax.whole_files import replacing
 
 
 def read_npz(path: Path, names: Sequence[str] | None = None) -> dict[str, np.ndarray]:
@@ -44,14 +44,6 @@ def write_npz(path: Path, arrays: Mapping[str, np.ndarray], *, compress: bool) -
     Raises:
       UserError: the folder cannot be written.
     """
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     save = np.savez_compressed if compress else np.savez
-    try:
-        try:
-            with open(unfinished, "wb") as file:
-                save(file, allow_pickle=False, **arrays)
-            unfinished.replace(path)
-        finally:
-            unfinished.unlink(missing_ok=True)
-    except OSError as error:
-        raise UserError(f"cannot write {path}: {error.strerror}; choose a writable path") from None
+    with replacing(path) as unfinished, open(unfinished, "wb") as file:
+        save(file, allow_pickle=False, **arrays)

@@ -12,15 +12,15 @@ from typing import NamedTuple, TypeAlias, cast
 import jax
 import jax.numpy as jnp
 
-from entmtp_jax.backbone.attention import MASKED, Attend, two_part_attention
+from entmtp_jax.backbone.attention import EXACT, MASKED, Attend, two_part_attention
 from entmtp_jax.backbone.cache import KVCache
 from entmtp_jax.backbone.precision import Linear, linear_highest
 from entmtp_jax.config import BackboneConfig
 from entmtp_jax.heads.block import one_layer
 from entmtp_jax.heads.hydra_layers import HydraConfig, HydraHeads, HydraPrefix
-from entmtp_jax.heads.mtp import MTPConfig, MTPModule, init_modules
+from entmtp_jax.heads.mtp_layers import MTPConfig, MTPModule
 from entmtp_jax.training.sequences import SequenceBatch, look_ahead
-from entmtp_jax.types import Array, Bool, Float, Params, PRNGKey
+from entmtp_jax.types import Array, Bool, Float, Params
 
 # ``(params, batch, embedding[V, D]) -> K states [R, M, D]``, one per level, whose products with the output rows
 # are the logits of the tokens 2, 3, ... after each base.
@@ -73,13 +73,13 @@ def attend_from_bases(text: Entries, visible: Bool[Array, "R M L"], above: list[
         grouped = (query * size**-0.5).reshape(rows, bases, groups, heads // groups, size)
         own_keys = jnp.stack([*(entry.keys for entry in above), keys])
         own_values = jnp.stack([*(entry.values for entry in above), values])
-        to_text = jnp.einsum("rmgqc,rglc->rgqml", grouped, text.keys)
+        to_text = jnp.einsum("rmgqc,rglc->rgqml", grouped, text.keys, precision=EXACT)
         to_text = jnp.where(visible[:, None, None], to_text, MASKED)
-        to_own = jnp.einsum("rmgqc,srgmc->rgqms", grouped, own_keys)
+        to_own = jnp.einsum("rmgqc,srgmc->rgqms", grouped, own_keys, precision=EXACT)
         weights = jax.nn.softmax(jnp.concatenate([to_text, to_own], axis=-1), axis=-1)
         of_text, of_own = jnp.split(weights, [text.keys.shape[2]], axis=-1)
-        mixed = jnp.einsum("rgqml,rglc->rmgqc", of_text, text.values)
-        mixed += jnp.einsum("rgqms,srgmc->rmgqc", of_own, own_values)
+        mixed = jnp.einsum("rgqml,rglc->rmgqc", of_text, text.values, precision=EXACT)
+        mixed += jnp.einsum("rgqms,srgmc->rmgqc", of_own, own_values, precision=EXACT)
         return mixed.reshape(rows, bases, heads, size)
 
     return attend
@@ -98,8 +98,7 @@ def mtp_states(config: MTPConfig, block: BackboneConfig, levels: int, *, linear:
 
     def states(params: Params, batch: SequenceBatch, embedding: Float[Array, "V D"]) -> list[Array]:
         modules = params["modules"]
-        rows, length = batch.token.shape
-        cache, empty = no_cache(block, rows)
+        cache, empty = no_cache(block, batch.token.shape[0])
         mask = record_mask(batch)
         shifted = jnp.concatenate([batch.token[:, 1:], batch.token[:, :1]], axis=1)
         arguments = (batch.hidden.astype(jnp.float32), embedding[shifted], batch.position, mask, cache, empty)
@@ -109,6 +108,7 @@ def mtp_states(config: MTPConfig, block: BackboneConfig, levels: int, *, linear:
         visible = jnp.take_along_axis(mask, jnp.maximum(batch.base, 0)[:, :, None], axis=1)
         start = jnp.take_along_axis(batch.position, jnp.maximum(batch.base, 0), axis=1)
 
+        alone = jnp.eye(batch.base.shape[1], dtype=bool)[None]  # drafts of different bases do not see each other
         output, above, found = at_bases(outputs[0], batch), [], []
         found.append(_normed(module, modules[0], output))
         for level in range(1, levels):
@@ -117,7 +117,7 @@ def mtp_states(config: MTPConfig, block: BackboneConfig, levels: int, *, linear:
             token = look_ahead(batch, batch.token, batch.base, level + 1, 0)
             attend = attend_from_bases(texts[index], visible, above)
             below = MTPModule(config, block, linear, attend)
-            output, new = _run(below, modules[index], hidden, embedding[token], start + level, mask, cache, empty)
+            output, new = _run(below, modules[index], hidden, embedding[token], start + level, alone, cache, empty)
             above.append(new)
             found.append(_normed(module, modules[index], output))
         return found
@@ -158,30 +158,3 @@ def _normed(module: MTPModule, params: Params, output: Float[Array, "R M D"]) ->
 def _run(module: MTPModule, params: Params, *arguments: Array | KVCache) -> tuple[Array, Entries]:
     output, new = cast(tuple[Array, KVCache], module.apply({"params": params}, *arguments))
     return output, Entries(*one_layer(new))
-
-
-def init_mtp(config: MTPConfig, block: BackboneConfig, key: PRNGKey, *, norm_scale: float) -> Params:
-    """Fresh modules that repeat the backbone's own guess of the next token.
-
-    The projection starts as the identity on the hidden half, the block's two output matrices at zero.
-
-    Args:
-      config: shape of the head.
-      block: shape of its block.
-      key: of the rest.
-      norm_scale: root mean square of the backbone's final normed hidden states, so that scores have its scale.
-    """
-    size = config.hidden_size
-    halves = [jnp.zeros((size, size)), jnp.eye(size)]
-    projection = jnp.concatenate(halves if config.embedding_first else halves[::-1], axis=1)
-
-    def start(module: Params) -> Params:
-        layer = module["layer"]
-        layer = layer | {
-            "attention": layer["attention"] | {"output": jnp.zeros_like(layer["attention"]["output"])},
-            "mlp": layer["mlp"] | {"down": jnp.zeros_like(layer["mlp"]["down"])},
-        }
-        final_norm = {"scale": jnp.full(size, norm_scale)}
-        return module | {"layer": layer, "projection": projection, "final_norm": final_norm}
-
-    return {"modules": [start(module) for module in init_modules(config, block, key)]}

@@ -10,12 +10,12 @@ import numpy as np
 from entmtp_jax.training.accuracy import Accuracies, accuracies, ranks_of_targets
 from entmtp_jax.training.draft_vocab import NO_COLUMN
 from entmtp_jax.training.head_run import Constants, Problem
-from entmtp_jax.training.losses import DraftLoss, cross_entropy, divergence, weighted_logits, weighted_sum
+from entmtp_jax.training.losses import DraftLoss, draft_losses, weighted_sum
 from entmtp_jax.training.rollout import States
 from entmtp_jax.training.sequences import PADDING, Rows, SequenceBatch, batch_of_rows, look_ahead
 from entmtp_jax.types import Array, Float, Int, Params
 
-EVAL_ROWS = 2  # per pass
+ROWS_PER_PASS = 2  # of a measure
 
 
 def build_sequence_loss(states: States, kind: DraftLoss) -> Callable[..., tuple[Array, Array]]:
@@ -25,28 +25,24 @@ def build_sequence_loss(states: States, kind: DraftLoss) -> Callable[..., tuple[
     follows from the hidden state 1 + i after the base.
     """
 
-    def one_depth(
-        state: Float[Array, "R M D"], depth: int, batch: SequenceBatch, constants: Constants, sampled: Array | None
-    ) -> tuple[Array, Array]:
-        column = targets(batch, depth).reshape(-1)
-        flat = state.reshape(-1, state.shape[-1])
-        logits, target = weighted_logits(flat, constants.rows, jnp.maximum(column, 0), sampled)
-        loss = (1 - kind.teacher) * cross_entropy(logits, target)
-        if kind.teacher:
-            place = jnp.minimum(jnp.maximum(batch.base, 0) + depth + 1, batch.token.shape[1] - 1)
-            teacher = jnp.take_along_axis(batch.hidden, place[:, :, None], axis=1).reshape(flat.shape)
-            known, _ = weighted_logits(teacher.astype(jnp.float32), constants.rows, jnp.maximum(column, 0), sampled)
-            loss += kind.teacher * divergence(logits, known)
-        return loss, column >= 0
-
     def loss(params: Params, batch: SequenceBatch, constants: Constants, sampled: Array | None) -> tuple[Array, Array]:
-        found = states(params, batch, constants.embedding)
-        losses, valid = zip(
-            *(one_depth(state, depth, batch, constants, sampled) for depth, state in enumerate(found)), strict=True
-        )
+        rows = (constants.rows, constants.rows)
+        losses, valid = [], []
+        for depth, state in enumerate(states(params, batch, constants.embedding)):
+            columns = targets(batch, depth).reshape(-1)
+            flat = state.reshape(-1, state.shape[-1])
+            teacher = teacher_states(batch, depth).reshape(flat.shape) if kind.teacher else None
+            losses.append(draft_losses(kind, flat, teacher, columns, rows, sampled))
+            valid.append(columns >= 0)
         return weighted_sum(losses, valid, kind.weights)
 
     return loss
+
+
+def teacher_states(batch: SequenceBatch, depth: int) -> Float[Array, "R M D"]:
+    """The backbone's hidden states 1 + depth after every base; of no value past the end of a record."""
+    place = jnp.minimum(jnp.maximum(batch.base, 0) + depth + 1, batch.token.shape[1] - 1)
+    return jnp.take_along_axis(batch.hidden, place[:, :, None], axis=1)
 
 
 def targets(batch: SequenceBatch, depth: int) -> Int[Array, "R M"]:
@@ -78,8 +74,8 @@ def build_measure(
     def measure(params: Params, everything: bool) -> Accuracies:
         count = len(rows.token) if everything else min(part, len(rows.token))
         all_ranks, all_columns = [], []
-        for start in range(0, count, EVAL_ROWS):
-            chosen = np.arange(start, start + EVAL_ROWS) % len(rows.token)
+        for start in range(0, count, ROWS_PER_PASS):
+            chosen = np.arange(start, start + ROWS_PER_PASS) % len(rows.token)
             batch = batch_of_rows(rows, hidden, chosen, bases=None, random=np.random.default_rng(0))
             new = chosen[: count - start]
             placed, columns = ranks(params, batch, constants)
@@ -94,7 +90,8 @@ def build_measure(
 def sequence_problem(
     shape: Any,
     init: Callable[[], Params],
-    train: tuple[States, Rows],
+    states: States,
+    rows: Rows,
     measure: Callable[[Params, bool], Accuracies],
     hidden: np.ndarray,
     kind: DraftLoss,
@@ -106,15 +103,16 @@ def sequence_problem(
     Args:
       shape: of the heads.
       init: fresh parameters.
-      train: their states as deep as the weights go, and the rows to learn from.
+      states: of the heads, as deep as the weights go.
+      rows: records to learn from.
       measure: from ``build_measure``.
       hidden: of all stored features.
       kind: the loss.
       bases: places per row from which drafts are unrolled; None for all.
     """
-    states, rows = train
     return Problem(
         shape=shape,
+        settings={"loss": kind.describe(), "bases": bases, "row_length": rows.token.shape[1]},
         count=len(rows.token),
         init=init,
         batch=lambda chosen, random: batch_of_rows(rows, hidden, chosen, bases=bases, random=random),

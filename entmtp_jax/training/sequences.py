@@ -12,7 +12,7 @@ import numpy as np
 from entmtp_jax.errors import UserError
 from entmtp_jax.training.data import Records
 from entmtp_jax.training.draft_vocab import NO_COLUMN, to_columns
-from entmtp_jax.training.features import Features
+from entmtp_jax.training.features import Features, record_starts
 from entmtp_jax.types import Array, Float, Int
 
 PADDING = -1
@@ -107,8 +107,7 @@ def pack_rows(
     Raises:
       UserError: none of the chosen records has features, or one does not fit.
     """
-    starts = np.flatnonzero(features.position == 0)
-    start_of = dict(zip(features.record[starts].tolist(), starts.tolist(), strict=True))
+    start_of = record_starts(features)
     members = [int(index) for index in chosen if int(index) in start_of]
     if not members:
         raise UserError("no record with stored hidden states is left to use; store more blocks")
