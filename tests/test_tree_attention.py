@@ -1,5 +1,9 @@
 """The C++ attention kernel: numbers against float64, bits of a tree against its tokens one by one, control flow."""
 
+import json
+import runpy
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +13,8 @@ from hypothesis import strategies as st
 
 from entmtp_jax.backbone.attention import causal_mask, choose_attend, two_part_attention
 from entmtp_jax.kernels import tree_attention
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 @pytest.fixture(scope="session")
@@ -243,3 +249,17 @@ def test_choice_on_a_cpu_is_the_kernel_and_without_a_compiler_xla(attend, tmp_pa
     assert choose_attend(tmp_path) is tree_attention.attend
     monkeypatch.setattr(tree_attention.KERNEL, "build", lambda cache: False)
     assert choose_attend(tmp_path) is two_part_attention
+
+
+# The benchmark
+
+
+def test_benchmark_prints_its_table_and_one_json_line(attend, tmp_path, capsys):
+    main = runpy.run_path(str(ROOT / "scripts" / "bench_attention.py"))["main"]
+    arguments = ["--repeats", "2", "--cache-dir", str(tmp_path)]
+    assert main([*arguments, "--rows", "1", "2", "--filled", "0", "3"]) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert [(line["rows"], line["filled"]) for line in results] == [(1, 0), (1, 3), (2, 0), (2, 3)]
+    assert all(line[name] == sorted(line[name]) for line in results for name in ("xla", "kernel", "ratio"))
+    assert main([*arguments, "--filled", "513"]) == 2
+    assert "--filled between 0 and 512" in capsys.readouterr().err

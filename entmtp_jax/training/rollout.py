@@ -20,7 +20,7 @@ from entmtp_jax.heads.block import one_layer
 from entmtp_jax.heads.hydra_layers import HydraConfig, HydraHeads, HydraPrefix
 from entmtp_jax.heads.mtp_layers import MTPConfig, MTPModule
 from entmtp_jax.training.sequences import SequenceBatch, look_ahead
-from entmtp_jax.types import Array, Bool, Float, Params
+from entmtp_jax.types import Array, Bool, Float, Int, Params
 
 # ``(params, batch, embedding[V, D]) -> K states [R, M, D]``, one per level, whose products with the output rows
 # are the logits of the tokens 2, 3, ... after each base.
@@ -43,6 +43,31 @@ def no_cache(block: BackboneConfig, rows: int) -> tuple[KVCache, Array]:
 def at_bases(values: Float[Array, "R L D"], batch: SequenceBatch) -> Float[Array, "R M D"]:
     """Values at the bases."""
     return jnp.take_along_axis(values, jnp.maximum(batch.base, 0)[:, :, None], axis=1)
+
+
+class View(NamedTuple):
+    """What the bases see.
+
+    Attributes:
+      text: ``[R, M, L]`` places of the text up to and with the base.
+      before: the same without the base itself.
+      position: ``[R, M]`` of the bases.
+      alone: ``[1, M, M]``: drafts of different bases do not see each other.
+    """
+
+    text: Bool[Array, "R M L"]
+    before: Bool[Array, "R M L"]
+    position: Int[Array, "R M"]
+    alone: Bool[Array, "1 M M"]
+
+
+def view_from_bases(batch: SequenceBatch, mask: Bool[Array, "R L L"]) -> View:
+    """The bases' rows of the text's mask, and their positions."""
+    base = jnp.maximum(batch.base, 0)
+    text = jnp.take_along_axis(mask, base[:, :, None], axis=1)
+    before = text & (jnp.arange(mask.shape[2]) != base[:, :, None])
+    position = jnp.take_along_axis(batch.position, base, axis=1)
+    return View(text, before, position, jnp.eye(base.shape[1], dtype=bool)[None])
 
 
 class Entries(NamedTuple):
@@ -102,24 +127,23 @@ def mtp_states(config: MTPConfig, block: BackboneConfig, levels: int, *, linear:
         mask = record_mask(batch)
         shifted = jnp.concatenate([batch.token[:, 1:], batch.token[:, :1]], axis=1)
         arguments = (batch.hidden.astype(jnp.float32), embedding[shifted], batch.position, mask, cache, empty)
-        module = MTPModule(config, block, linear, two_part_attention)
-        # With several modules each keeps entries of the text, from the same inputs as the first one.
-        outputs, texts = zip(*(_run(module, one, *arguments) for one in modules), strict=True)
-        visible = jnp.take_along_axis(mask, jnp.maximum(batch.base, 0)[:, :, None], axis=1)
-        start = jnp.take_along_axis(batch.position, jnp.maximum(batch.base, 0), axis=1)
-
-        alone = jnp.eye(batch.base.shape[1], dtype=bool)[None]  # drafts of different bases do not see each other
-        output, above, found = at_bases(outputs[0], batch), [], []
-        found.append(_normed(module, modules[0], output))
-        for level in range(1, levels):
+        text = MTPModule(config, block, linear, two_part_attention)
+        # With several modules each keeps entries of the text, from the same inputs as the first one. Only the
+        # entries are used, so the compiler drops the rest of the block everywhere but at the bases.
+        texts = [_run(text, one, *arguments)[1] for one in modules]
+        view = view_from_bases(batch, mask)
+        hidden, above, found = at_bases(batch.hidden.astype(jnp.float32), batch), [], []
+        for level in range(levels):
             index = min(level, last)
-            hidden = found[-1] if config.normed_hidden else output
             token = look_ahead(batch, batch.token, batch.base, level + 1, 0)
-            attend = attend_from_bases(texts[index], visible, above)
-            below = MTPModule(config, block, linear, attend)
-            output, new = _run(below, modules[index], hidden, embedding[token], start + level, alone, cache, empty)
-            above.append(new)
+            attend = attend_from_bases(texts[index], view.text if level else view.before, above)
+            module = MTPModule(config, block, linear, attend)
+            place = view.position + level
+            output, new = _run(module, modules[index], hidden, embedding[token], place, view.alone, cache, empty)
+            if level:
+                above.append(new)
             found.append(_normed(module, modules[index], output))
+            hidden = found[-1] if config.normed_hidden else output
         return found
 
     return states
@@ -137,13 +161,15 @@ def hydra_states(config: HydraConfig, block: BackboneConfig, levels: int, *, lin
     heads = HydraHeads(config, linear)
 
     def states(params: Params, batch: SequenceBatch, embedding: Float[Array, "V D"]) -> list[Array]:
-        prefix = batch.hidden.astype(jnp.float32)
+        start = at_bases(batch.hidden.astype(jnp.float32), batch)
         if config.prefix:
             cache, empty = no_cache(block, batch.token.shape[0])
-            module = HydraPrefix(block, linear, two_part_attention)
-            arguments = (prefix, batch.position, record_mask(batch), cache, empty)
-            prefix, _ = cast(tuple[Array, KVCache], module.apply({"params": params["prefix"]}, *arguments))
-        start = at_bases(prefix, batch)
+            mask = record_mask(batch)
+            arguments = (batch.hidden.astype(jnp.float32), batch.position, mask, cache, empty)
+            _, text = _run(HydraPrefix(block, linear, two_part_attention), params["prefix"], *arguments)
+            view = view_from_bases(batch, mask)
+            module = HydraPrefix(block, linear, attend_from_bases(text, view.before, []))
+            start, _ = _run(module, params["prefix"], start, view.position, view.alone, cache, empty)
         path = [embedding[look_ahead(batch, batch.token, batch.base, level + 1, 0)] for level in range(levels)]
         variables = {"params": params["heads"]}
         return [cast(Array, heads.apply(variables, start, jnp.stack(path[: i + 1], axis=-2))) for i in range(levels)]
@@ -155,6 +181,6 @@ def _normed(module: MTPModule, params: Params, output: Float[Array, "R M D"]) ->
     return cast(Array, module.apply({"params": params}, output, method="normed"))
 
 
-def _run(module: MTPModule, params: Params, *arguments: Array | KVCache) -> tuple[Array, Entries]:
+def _run(module: MTPModule | HydraPrefix, params: Params, *arguments: Array | KVCache) -> tuple[Array, Entries]:
     output, new = cast(tuple[Array, KVCache], module.apply({"params": params}, *arguments))
     return output, Entries(*one_layer(new))
