@@ -1,5 +1,7 @@
 import dataclasses
+import errno
 import json
+import os
 import re
 
 import jax
@@ -16,6 +18,7 @@ from entmtp_jax.checkpoints.head_files import load_head, read_head_info, save_he
 from entmtp_jax.errors import UserError
 from entmtp_jax.heads.interface import Shared
 from entmtp_jax.heads.medusa import MedusaConfig, build_medusa, prepare_medusa
+from entmtp_jax.heads.mtp_layers import MTPConfig, init_modules
 from entmtp_jax.testing.tiny import TINY_CONFIG, tiny_backbone
 
 HIDDEN, VOCAB = TINY_CONFIG.hidden_size, TINY_CONFIG.vocab_size
@@ -217,6 +220,33 @@ def test_heads_of_another_backbone_are_refused(tmp_path, change):
     message = f"trained for tiny with {name} {getattr(TINY_CONFIG, name)}, but the model has {value}"
     with pytest.raises(UserError, match=re.escape(message)):
         load(tmp_path, other)
+
+
+def test_a_block_of_another_backbone_names_kind_and_backbone(tmp_path):
+    """Same width and vocabulary, but other attention heads: only the tensors tell."""
+    shape = MTPConfig(HIDDEN, VOCAB, 40, max_depth=3, draft_vocab_size=len(DRAFT_IDS))
+    params = {"modules": init_modules(shape, shape.block(TINY_CONFIG), jax.random.key(0))}
+    save(tmp_path, shape, params)
+    load(tmp_path)
+    other = dataclasses.replace(TINY_CONFIG, num_heads=2 * TINY_CONFIG.num_heads)
+    with pytest.raises(UserError, match=r"\(mtp heads for tiny\): tensor modules\.0\.\S+ has shape"):
+        load(tmp_path, other)
+
+
+def test_a_full_disk_leaves_the_heads_that_were_there(tmp_path, monkeypatch):
+    shape = shape_of()
+    save(tmp_path, shape, random_tensors(shape, seed=1))
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def half(path, data):
+        with open(path, "wb") as file:
+            file.write(data[:100])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", half)
+    with pytest.raises(UserError, match=r"cannot write .*heads.safetensors: No space left on device"):
+        save(tmp_path, shape, random_tensors(shape, seed=2))
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
 
 
 def test_no_folder_and_no_weights_are_one_line_errors(tmp_path):

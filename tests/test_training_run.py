@@ -13,79 +13,45 @@ from entmtp_jax.backbone.precision import linear_highest
 from entmtp_jax.backbone.transformer import output_matrix
 from entmtp_jax.calibration.trace import KnownText, trace_texts
 from entmtp_jax.checkpoints.head_files import load_head
-from entmtp_jax.cli import run_main
 from entmtp_jax.commands import train as script
 from entmtp_jax.errors import UserError
 from entmtp_jax.heads.interface import Shared
 from entmtp_jax.heads.medusa import MedusaConfig
 from entmtp_jax.testing.reference import reference_logits
 from entmtp_jax.testing.tiny import TINY_CONFIG, tiny_backbone
-from entmtp_jax.training.data import from_sequences, load_records, save_records
+from entmtp_jax.training.data import from_sequences, load_records
 from entmtp_jax.training.draft_vocab import MISS, NO_COLUMN
-from entmtp_jax.training.examples import choose_draft_vocab, held_out_records, make_examples
+from entmtp_jax.training.examples import choose_draft_vocab, held_out_records
 from entmtp_jax.training.features import (
     NO_TARGET,
+    backbone_pace,
     draft_targets,
-    extract_features,
     load_features,
     record_starts,
     response_positions,
 )
-from entmtp_jax.training.head_run import Constants, Recipe, sampled_columns, train_heads
+from entmtp_jax.training.head_run import Constants, sampled_columns
 from entmtp_jax.training.loop import LoopConfig, trim_log
-from entmtp_jax.training.losses import DraftLoss, depth_weights
-from entmtp_jax.training.medusa import build_target_ranks, medusa_problem, rank_examples
-
-CYCLE = [11, 3, 42, 7, 25, 58, 19, 33, 50]  # every token tells the next ones, so heads can be always right
-HEADS = 3
-
-
-def cyclic_records(count=80, seed=0):
-    """Texts that walk round the cycle; prompts of 1 to 3 tokens, answers of 5 to 12."""
-    rng = np.random.default_rng(seed)
-    texts, prompts = [], []
-    for _ in range(count):
-        start, length = int(rng.integers(len(CYCLE))), int(rng.integers(5, 13))
-        prompts.append(int(rng.integers(1, 4)))
-        texts.append([CYCLE[(start + i) % len(CYCLE)] for i in range(prompts[-1] + length)])
-    return from_sequences(texts, prompts)
-
-
-def store(folder, records, **options):
-    backbone, params = tiny_backbone()
-    options = {"seed": 0, "fingerprint": "tiny", "progress": lambda *_: None} | options
-    extract_features(backbone, params, records, folder, **options)
-    return load_features(folder)
+from entmtp_jax.training.medusa import build_target_ranks, rank_examples
+from entmtp_jax.training.throughput import measure_throughput
+from tests.training_runs import (
+    HEADS,
+    Killed,
+    command,
+    cyclic_records,
+    killer,
+    log_lines,
+    problem,
+    recipe,
+    run,
+    store,
+)
 
 
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory):
     records = cyclic_records()
     return records, store(tmp_path_factory.mktemp("features"), records)
-
-
-def problem(stored, size=None):
-    """Examples and output rows; all ids that occur, or fewer."""
-    records, features = stored
-    held = held_out_records(records, every=4)
-    vocab = choose_draft_vocab(records, held, vocab_size=61, eos_ids=(60,), size=size or 10, coverage=None)
-    _, params = tiny_backbone()
-    examples = make_examples(features, records, held, vocab, num_heads=HEADS)
-    return examples, jnp.asarray(output_matrix(params))[vocab.ids]
-
-
-def recipe(steps=12, **options):
-    loop = LoopConfig(steps=steps, log_every=2, eval_every=5, checkpoint_every=4)
-    return Recipe(loop=loop, batch=32, learning_rate=1e-2, **options)
-
-
-def run(folder, stored, settings, report=lambda line: None, size=10, teacher=0.0):
-    examples, rows = problem(stored, size)
-    constants = Constants(rows, jnp.zeros((1, 32)))
-    shape = MedusaConfig(32, 61, num_heads=HEADS, draft_vocab_size=size)
-    kind = DraftLoss(depth_weights(0.8, HEADS), teacher)
-    task = medusa_problem(shape, examples, constants, kind, seed=0, part=4096)
-    return train_heads(task, settings, constants, folder=folder, data="tiny", report=report)
 
 
 def test_features_hold_whole_records_in_order(stored):
@@ -205,23 +171,6 @@ def test_tokens_outside_the_draft_vocabulary_are_wrong(tmp_path, stored):
         assert top10 == pytest.approx(1 - miss)  # ten candidates of seven ids: right wherever it can be
 
 
-class Killed(Exception):
-    """Stands for a kill: nothing in the package catches it."""
-
-
-def killer(when):
-    def report(line):
-        if line["step"] == when:
-            raise Killed
-
-    return report
-
-
-def log_lines(folder):
-    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in line.items() if name != "steps_per_s"} for line in lines]
-
-
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory, stored):
     folder = tmp_path_factory.mktemp("run")
@@ -263,26 +212,6 @@ def test_only_the_last_checkpoints_are_kept(undisturbed):
     assert sorted(path.name for path in (undisturbed[0] / "checkpoints").iterdir()) == ["12", "8"]
 
 
-def test_a_run_is_not_continued_with_other_settings(undisturbed, stored):
-    folder, _ = undisturbed
-    with pytest.raises(UserError, match=r"was begun with learning_rate 0\.01, not 0\.5"):
-        run(folder, stored, dataclasses.replace(recipe(), learning_rate=0.5))
-
-
-def test_a_run_is_not_continued_with_another_loss(undisturbed, stored):
-    folder, _ = undisturbed
-    with pytest.raises(UserError, match="was begun with loss "):
-        run(folder, stored, recipe(), teacher=0.5)
-
-
-def test_a_damaged_checkpoint_is_named(tmp_path, stored):
-    with pytest.raises(Killed):
-        run(tmp_path, stored, recipe(), report=killer(6))
-    (tmp_path / "checkpoints" / "4" / "default" / "_METADATA").write_bytes(b"")
-    with pytest.raises(UserError, match="checkpoints/4: cannot be read as this run's state"):
-        run(tmp_path, stored, recipe())
-
-
 def test_lines_after_the_checkpoint_are_dropped(tmp_path):
     file = tmp_path / "log.jsonl"
     trim_log(file, last_step=20)
@@ -290,6 +219,32 @@ def test_lines_after_the_checkpoint_are_dropped(tmp_path):
     file.write_text('{"step": 10}\n{"step": 20}\n{"step": 30}\n{"st')
     trim_log(file, last_step=20)
     assert file.read_text() == '{"step": 10}\n{"step": 20}\n'
+
+
+def test_every_line_about_the_loss_tells_its_time(undisturbed):
+    lines = [json.loads(line) for line in (undisturbed[0] / "log.jsonl").read_text().splitlines()]
+    assert all(line["seconds"] > 0 and line["steps_per_s"] > 0 for line in lines if "loss" in line)
+
+
+def test_throughput_adds_up_what_the_log_tells():
+    log = [{"step": 10, "loss": 2.0, "seconds": 20.0}, {"step": 15, "held_out": {}}]
+    log.append({"step": 20, "loss": 1.0, "seconds": 20.0})
+    found = measure_throughput(log, positions=1000, backbone_pace=200.0, per_update=100)
+    assert (found.backbone_s, found.training_s, found.trained_positions) == (5.0, 40.0, 2000)
+    assert found.backbone_share == pytest.approx(5 / 45)
+    untimed = measure_throughput([{"step": 20, "loss": 1.0}], positions=1000, backbone_pace=None, per_update=100)
+    assert (untimed.backbone_s, untimed.training_s, untimed.backbone_share) == (None, None, None)
+
+
+def test_the_pace_of_the_backbone_is_kept_beside_the_features(tmp_path):
+    assert backbone_pace(tmp_path) is None
+    lines = '{"block": 0, "positions": 600, "seconds": 2.0}\n{"block": 1, "positions": 400, "seconds": 3.0}\n{"blo'
+    (tmp_path / "seconds.jsonl").write_text(lines)
+    assert backbone_pace(tmp_path) == 200.0
+    records = cyclic_records(12)
+    features = store(tmp_path / "stored", records)
+    (line,) = (tmp_path / "stored" / "seconds.jsonl").read_text().splitlines()
+    assert json.loads(line)["positions"] == len(features.record) and (backbone_pace(tmp_path / "stored") or 0) > 0
 
 
 def test_sampled_columns_depend_on_the_update_only():
@@ -332,13 +287,6 @@ def keep_compile_cache(monkeypatch):
     monkeypatch.setattr("entmtp_jax.commands.train_run.enable_compile_cache", lambda cache: None)
 
 
-def command(model, folder, *more):
-    save_records(folder / "data.npz", cyclic_records())
-    paths = {"--model": model, "--data": folder / "data.npz", "--out": folder / "run", "--cache-dir": folder / "cache"}
-    options = {"--num-heads": 2, "--steps": 6, "--batch": 32, "--log-every": 3, "--lr": 0.01}
-    return [str(word) for pair in (paths | options).items() for word in pair] + [*more]
-
-
 @pytest.mark.parametrize(
     ("more", "draft_size"),
     [(("--draft-vocab", "8"), 8), (("--draft-vocab", "0", "--own-output"), None), (("--draft-coverage", "1.0"), 10)],
@@ -357,6 +305,11 @@ def test_the_script_trains_heads_that_load(tmp_path, tiny_model, capsys, more, d
     assert head_params.get("draft_ids", jnp.zeros(0)).shape[0] == (draft_size or 0)
     provenance = json.loads((tmp_path / "run" / "head" / "provenance.json").read_text())
     assert provenance["result"] == result and "--steps 6" in provenance["command"]
+    data, throughput = provenance["data"], provenance["throughput"]
+    assert data["sources"] == {str(tmp_path / "data.npz"): 80}
+    assert data["records"] + data["held_out_records"] == data["all_records"] == 80
+    assert data["scored_share"] == 1.0 if draft_size != 8 else 0.6 < data["scored_share"] < 1
+    assert throughput["trained_positions"] == 6 * 32 and 0 < throughput["backbone_share"] < 1
     weights = (tmp_path / "run" / "head" / "heads.safetensors").read_bytes()
     assert script.main(arguments) == 0  # the finished run says the same again
     assert json.loads(capsys.readouterr().out.splitlines()[-1]) == result
@@ -411,50 +364,3 @@ def test_sequential_heads_learn_and_draft_what_was_measured(tmp_path, tiny_model
     assert result["greedy_chain"] == pytest.approx(np.cumprod(ranks == 0, axis=1).sum(axis=1).mean(), abs=0.05)
     assert result["top1"][0] == pytest.approx((ranks[:, 0] == 0).mean(), abs=0.02)
     assert min(result["top1"]) > 0.8, "the cycle can be learnt"
-
-
-@pytest.mark.parametrize(
-    ("more", "message"),
-    [
-        (["--heads", "mtp", "--row-length", "8"], "a record has "),
-        (["--heads", "hydra", "--own-output"], "only Medusa heads are trained with output matrices"),
-        (["--teacher", "2"], "a share lies between 0 and 1"),
-        (["--data", "nowhere.npz"], "nowhere.npz: no such file or folder"),
-        (["--model", "nowhere"], "nowhere"),
-        (["--draft-vocab", "62"], "a draft vocabulary of 62 ids, but the model has 61"),
-        (["--batch", "4096"], "training positions for a batch of 4096"),
-        (["--num-heads", "0"], "at least one head"),
-    ],
-)
-@pytest.mark.usefixtures("keep_compile_cache")
-def test_the_script_explains_bad_input_in_one_line(tmp_path, tiny_model, capsys, more, message):
-    assert run_main(lambda: script.main(command(tiny_model, tmp_path, *more))) == 2
-    error = capsys.readouterr().err
-    lines = [line for line in error.splitlines() if not line.startswith("hidden states of all records take")]
-    assert len(lines) == 1 and lines[0].startswith("error: ") and message in lines[0]
-    assert not (tmp_path / "run" / "head").exists()
-
-
-def test_broken_records_are_refused(tmp_path):
-    save_records(tmp_path / "good.npz", cyclic_records(3), ids=["a", "b", "c"])
-    good = (tmp_path / "good.npz").read_bytes()
-    for name, data, message in [
-        ("cut", good[:-30], "damaged or no .npz archive"),
-        ("text", b"hello", "damaged or no .npz archive"),
-        ("empty", b"", "damaged or no .npz archive"),
-    ]:
-        (tmp_path / f"{name}.npz").write_bytes(data)
-        with pytest.raises(UserError, match=message):
-            load_records(tmp_path / f"{name}.npz")
-    np.save(tmp_path / "array.npy", np.arange(3))
-    with pytest.raises(UserError, match="a lone array"):
-        load_records(tmp_path / "array.npy")
-    np.savez(tmp_path / "short.npz", tokens=np.arange(3), offsets=np.asarray([0, 3]))
-    with pytest.raises(UserError, match="lacks the array 'prompt_length'"):
-        load_records(tmp_path / "short.npz")
-    np.savez(tmp_path / "odd.npz", tokens=np.arange(3), offsets=np.asarray([0, 4]), prompt_length=np.asarray([1]))
-    with pytest.raises(UserError, match="do not fit together"):
-        load_records(tmp_path / "odd.npz")
-    (tmp_path / "none").mkdir()
-    with pytest.raises(UserError, match="no .npz shard in this folder"):
-        load_records(tmp_path / "none")

@@ -204,8 +204,8 @@ def _check_backbone(info: HeadInfo, config: BackboneConfig, folder: Path) -> Non
         theirs, ours = getattr(info.shape, name), getattr(config, name)
         if theirs != ours:
             raise UserError(
-                f"{folder}: these heads were trained for {info.backbone_name} with {name} {theirs}, but the model "
-                f"has {ours}; choose heads that were trained for it"
+                f"{folder}: these {info.kind} heads were trained for {info.backbone_name} with {name} {theirs}, but "
+                f"the model has {ours}; choose heads that were trained for it"
             )
 
 
@@ -220,7 +220,7 @@ def _read_tensors(file: Path, info: HeadInfo, backbone: BackboneConfig) -> dict[
         raise UserError(f"cannot read {file}: {error.strerror}; is the folder complete?") from None
     except SafetensorError as error:
         raise UserError(f"{file} is truncated or no safetensors file: {error}") from None
-    _check_tensors(info.shape, backbone, tensors, str(file))
+    _check_tensors(info.shape, backbone, tensors, f"{file} ({info.kind} heads for {info.backbone_name})")
     if digest != info.weights_sha256:
         raise UserError(f"{file} is not the file that {CONFIG_FILE} describes (sha256 differs); copy both again")
     return tensors

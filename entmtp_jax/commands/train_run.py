@@ -21,12 +21,24 @@ from entmtp_jax.commands.train_problems import PROBLEMS, Setting
 from entmtp_jax.config import BackboneConfig
 from entmtp_jax.errors import UserError
 from entmtp_jax.hub import cache_folder, enable_compile_cache, resolve_model
-from entmtp_jax.training.data import Records, concatenate, load_records
+from entmtp_jax.training.data import (
+    Records,
+    check_usable,
+    check_vocabulary,
+    concatenate,
+    load_records,
+    select,
+    usable,
+)
+from entmtp_jax.training.draft_vocab import response_tokens
 from entmtp_jax.training.examples import DraftVocab, choose_draft_vocab, held_out_records, records_digest
-from entmtp_jax.training.features import extract_features, load_features
+from entmtp_jax.training.features import backbone_pace, extract_features, load_features
 from entmtp_jax.training.head_run import Constants, Problem, Recipe, Trained, train_heads
+from entmtp_jax.training.json_lines import read_json_lines
 from entmtp_jax.training.loop import LoopConfig
 from entmtp_jax.training.provenance import collect_provenance
+from entmtp_jax.training.settings import LOG_FILE, RUN_FILE, Subject, check_subject
+from entmtp_jax.training.throughput import measure_throughput
 from entmtp_jax.types import Params
 
 FEATURE_SEED = 0  # of the order of the blocks; apart from --seed, so that runs share the features
@@ -39,23 +51,48 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     cache = cache_folder(args.cache_dir)
     enable_compile_cache(cache)
     source = resolve_model(args.model, cache, lambda line: tqdm.write(line, file=sys.stderr))
-    setting = prepare(args, source)
+    name = Path(args.model).name if Path(args.model).exists() else args.model
+    subject = Subject(args.heads, name, fingerprint(source))
+    check_subject(args.out / RUN_FILE, subject)
+    parts = load_data(args)
+    setting = prepare(args, source, subject, parts)
     problem = PROBLEMS[args.heads](args, setting)
     recipe = plan(args, problem)
-    trained = train(args, problem, recipe, setting)
+    trained = train(args, problem, recipe, setting, subject)
     result = {"steps": recipe.loop.steps, "held_out": trained.held_out._asdict()}
-    save(args, arguments, source, setting, problem, trained, result)
+    data = {"sources": {name: part.num_records for name, part in parts.items()}}
+    facts = {"seed": args.seed, **describe_data(args, problem, recipe, setting, data), "result": result}
+    save(args, subject, setting, problem, trained, collect_provenance("scripts/train.py", arguments) | facts)
     print(json.dumps(result))
     return 0
 
 
-def prepare(args: argparse.Namespace, source: Path) -> Setting:
-    """Loads the data, runs the backbone over it as far as that is still to be done, chooses the draft vocabulary."""
-    records = concatenate([load_records(path) for path in args.data])
+def load_data(args: argparse.Namespace) -> dict[str, Records]:
+    """Records by the path that was given for them.
+
+    Raises:
+      UserError: there is no token to draft in any of them.
+    """
+    parts = {str(path): load_records(path) for path in args.data}
+    if not any(usable(part).any() for part in parts.values()):
+        count = sum(part.num_records for part in parts.values())
+        raise UserError(
+            f"{', '.join(parts)}: none of the {count} records has a token to draft, for which a response needs two "
+            "tokens; write others with scripts/distill.py"
+        )
+    return parts
+
+
+def prepare(args: argparse.Namespace, source: Path, subject: Subject, parts: dict[str, Records]) -> Setting:
+    """Runs the backbone over the data as far as that is still to be done, chooses the draft vocabulary."""
+    records = concatenate(list(parts.values()))
     held = held_out_records(records)
+    check_usable(records, held)
     config, params = load_backbone(source, "float32")
+    for path, part in parts.items():
+        check_vocabulary(part, config.vocab_size, where=path, model=subject.backbone)
     params = jax.tree.map(jnp.asarray, params)
-    mark = f"{fingerprint(source)}-{records_digest(records)}"
+    mark = f"{subject.fingerprint}-{records_digest(records)}"
     vocab = choose_draft_vocab(
         records,
         held,
@@ -65,12 +102,18 @@ def prepare(args: argparse.Namespace, source: Path) -> Setting:
         coverage=None if args.draft_vocab is not None else args.draft_coverage,
     )
     print(json.dumps({"draft_vocab_size": len(vocab.ids), "coverage_by_size": coverage_by_size(vocab)}), flush=True)
-    folder = args.features or args.out / "features"
+    folder = features_folder(args)
     store_features(config, params, records, folder, mark, args.feature_blocks)
     features = load_features(folder, args.feature_blocks)
+    check_usable(records, held, np.unique(features.record))
     rows = jnp.take(output_matrix(params), vocab.ids, axis=0)
     constants = Constants(rows, params["embed"]["embedding"])
     return Setting(config, constants, records, held, vocab, features, f"{mark}-{len(features.record)}")
+
+
+def features_folder(args: argparse.Namespace) -> Path:
+    """Where the hidden states are."""
+    return args.features or args.out / "features"
 
 
 def store_features(
@@ -123,7 +166,13 @@ def plan(args: argparse.Namespace, problem: Problem) -> Recipe:
     )
 
 
-def train(args: argparse.Namespace, problem: Problem, recipe: Recipe, setting: Setting) -> Trained:
+def scored_share(setting: Setting) -> float:
+    """Share of the held-out response tokens that the heads can propose at all."""
+    tokens = response_tokens(select(setting.records, np.flatnonzero(setting.held)))
+    return float(np.isin(tokens, setting.vocab.ids).mean())
+
+
+def train(args: argparse.Namespace, problem: Problem, recipe: Recipe, setting: Setting, subject: Subject) -> Trained:
     """Trains with a progress bar on a terminal, and with JSON lines elsewhere."""
     with tqdm(desc=args.heads, unit="update", total=recipe.loop.steps, disable=None) as bar:
 
@@ -136,38 +185,54 @@ def train(args: argparse.Namespace, problem: Problem, recipe: Recipe, setting: S
             else:
                 bar.write(json.dumps(line))
 
-        return train_heads(problem, recipe, setting.constants, folder=args.out, data=setting.mark, report=report)
+        where = {"folder": args.out, "subject": subject, "data": setting.mark}
+        return train_heads(problem, recipe, setting.constants, **where, report=report)
+
+
+def describe_data(
+    args: argparse.Namespace, problem: Problem, recipe: Recipe, setting: Setting, data: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """What was learnt from, and how fast that went; ``data`` says what is known already."""
+    learnt = ~setting.held[np.unique(setting.features.record)]
+    positions = len(setting.features.record)
+    throughput = measure_throughput(
+        read_json_lines(args.out / LOG_FILE),
+        positions=positions,
+        backbone_pace=backbone_pace(features_folder(args)),
+        per_update=recipe.batch * recipe.accumulate * problem.settings.get("row_length", 1),
+    )
+    described = {
+        "all_records": setting.records.num_records,
+        "records": int(learnt.sum()),
+        "held_out_records": int((~learnt).sum()),
+        "positions": positions,
+        "examples": problem.count,
+        "scored_share": round(scored_share(setting), 4),
+        "mark": setting.mark,
+    }
+    return {"data": data | described, "throughput": throughput.describe()}
 
 
 def save(
     args: argparse.Namespace,
-    arguments: Sequence[str],
-    source: Path,
+    subject: Subject,
     setting: Setting,
     problem: Problem,
     trained: Trained,
-    result: dict[str, Any],
+    provenance: dict[str, Any],
 ) -> None:
     """Writes ``head/``: config, weights and provenance."""
-    trained_records = ~setting.held[np.unique(setting.features.record)]
-    described = {
-        "records": int(trained_records.sum()),
-        "held_out_records": int((~trained_records).sum()),
-        "examples": problem.count,
-        "mark": setting.mark,
-    }
     params = trained.params
     if setting.vocab.is_whole and "output" in params:
         params = params | {"output": params["output"][:, np.argsort(setting.vocab.ids)]}  # in the order of the ids
-    provenance = collect_provenance("scripts/train.py", arguments)
     save_head(
         args.out / "head",
         shape=problem.shape,
         backbone=setting.config,
         params=params,
         draft_ids=None if setting.vocab.is_whole else setting.vocab.ids,
-        backbone_name=Path(args.model).name if Path(args.model).exists() else args.model,
-        backbone_fingerprint=fingerprint(source),
+        backbone_name=subject.backbone,
+        backbone_fingerprint=subject.fingerprint,
         draft_vocab={"held_out_coverage_by_size": coverage_by_size(setting.vocab)},
-        provenance=provenance | {"seed": args.seed, "data": described, "result": result},
+        provenance=provenance,
     )

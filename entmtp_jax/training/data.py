@@ -14,8 +14,10 @@ import numpy as np
 
 from entmtp_jax.errors import UserError
 from entmtp_jax.training.npz_files import read_npz, write_npz
+from entmtp_jax.types import Bool, Int
 
 REQUIRED = ("tokens", "offsets", "prompt_length")
+MAX_ID = np.iinfo(np.int32).max
 
 
 class Records(NamedTuple):
@@ -44,6 +46,51 @@ class Records(NamedTuple):
     def record(self, index: int) -> np.ndarray:
         """Token ids of one record."""
         return self.tokens[self.offsets[index] : self.offsets[index + 1]]
+
+
+def usable(records: Records) -> Bool[np.ndarray, " records"]:
+    """Which records have a token to draft: the second of a response, as the backbone itself writes the first.
+
+    Example: a prompt of 3 tokens needs 2 more; without a prompt the first token of all stands for it.
+    """
+    return records.lengths >= np.maximum(records.prompt_length, 1) + 2
+
+
+def check_usable(
+    records: Records, held: Bool[np.ndarray, " records"], stored: Int[np.ndarray, " n"] | None = None
+) -> None:
+    """Refuses a set in which there is nothing to learn from or nothing to examine with.
+
+    Args:
+      records: all of them.
+      held: which are held out.
+      stored: indices of those whose hidden states are used; None for all.
+
+    Raises:
+      UserError: no usable record on one side.
+    """
+    chosen = np.ones(len(held), bool) if stored is None else np.isin(np.arange(len(held)), stored)
+    for side, words in ((~held, "to learn from"), (held, "held out")):
+        if not (usable(records) & side & chosen).any():
+            raise UserError(
+                f"none of the {int((side & chosen).sum())} training records {words} has a token to draft: a response "
+                "needs two tokens or more; add records with scripts/distill.py, or use more of the stored blocks"
+            )
+
+
+def check_vocabulary(records: Records, vocab_size: int, *, where: str, model: str) -> None:
+    """Refuses records of another tokenizer, as far as their ids show it.
+
+    Raises:
+      UserError: names the first record with an id that the model does not have.
+    """
+    beyond = np.flatnonzero(records.tokens >= vocab_size)
+    if len(beyond):
+        record = int(np.searchsorted(records.offsets, beyond[0], side="right")) - 1
+        raise UserError(
+            f"{where}: record {record} holds token {records.tokens[beyond[0]]}, but {model} has ids 0 to "
+            f"{vocab_size - 1}; give the model that these records were written by"
+        )
 
 
 def load_records(path: Path) -> Records:
@@ -110,6 +157,12 @@ def read_ids(path: Path) -> list[str]:
 
 def _load_file(path: Path) -> Records:
     arrays = read_npz(path, REQUIRED)
+    for name in REQUIRED:
+        if arrays[name].ndim != 1 or arrays[name].dtype.kind not in "iu":
+            raise UserError(f"{path}: {name} must be a list of integers; write it again with scripts/distill.py")
+    outside = (arrays["tokens"] < 0) | (arrays["tokens"] > MAX_ID)
+    if outside.any():
+        raise UserError(f"{path}: {arrays['tokens'][outside][0]} is no token id; write it again")
     records = Records(
         tokens=arrays["tokens"].astype(np.int32),
         offsets=arrays["offsets"].astype(np.int64),
@@ -117,6 +170,6 @@ def _load_file(path: Path) -> Records:
     )
     ends = records.offsets
     consistent = len(ends) == records.num_records + 1 and ends[0] == 0 and ends[-1] == len(records.tokens)
-    if not consistent or (np.diff(ends) < records.prompt_length).any():
+    if not consistent or (np.diff(ends) < records.prompt_length).any() or (records.prompt_length < 0).any():
         raise UserError(f"{path}: offsets, prompt_length and tokens do not fit together; write it again")
     return records

@@ -15,10 +15,10 @@ from entmtp_jax.training.accuracy import Accuracies
 from entmtp_jax.training.loop import LoopConfig, Report, batch_indices, run_loop
 from entmtp_jax.training.losses import NUM_FREQUENT
 from entmtp_jax.training.optimizer import TrainState, build_optimizer, init_state
-from entmtp_jax.training.settings import check_settings
+from entmtp_jax.training.run_checkpoints import CHECKPOINT_FOLDER, has_checkpoints
+from entmtp_jax.training.settings import RUN_FILE, Subject, check_settings, check_subject
 from entmtp_jax.types import Array, Float, Int, Params
 
-RUN_FILE = "run.json"
 KEPT_IN_FLOAT32 = ("bias", "scale", "output_bias")
 
 Measures = dict[str, Array]
@@ -98,7 +98,7 @@ class Trained(NamedTuple):
 
 
 def train_heads(
-    problem: Problem, recipe: Recipe, constants: Constants, *, folder: Path, data: str, report: Report
+    problem: Problem, recipe: Recipe, constants: Constants, *, folder: Path, subject: Subject, data: str, report: Report
 ) -> Trained:
     """Trains to the end, from the last checkpoint in ``folder`` if there is one.
 
@@ -107,11 +107,13 @@ def train_heads(
       recipe: how.
       constants: matrices of the backbone.
       folder: of the run.
+      subject: kind and backbone, by which the folder is known.
       data: tells examples apart, so that a run is not continued on others.
       report: gets every log line.
 
     Raises:
-      UserError: the folder holds a run with other settings or data, or there is too little to train on.
+      UserError: the folder holds a run of other heads, settings or data, there is too little to train on, the
+        training diverges, or the disk is full; see ``run_loop``.
     """
     num_scored = constants.rows.shape[0]
     if not 0 <= recipe.sampled_rare <= max(num_scored - NUM_FREQUENT, 0):
@@ -120,7 +122,7 @@ def train_heads(
             f"the first {NUM_FREQUENT} are never sampled; use 0 for the full softmax"
         )
     described = {"shape": dataclasses.asdict(problem.shape), **problem.settings, **dataclasses.asdict(recipe)}
-    check_settings(folder / RUN_FILE, described | {"data": data})
+    _claim(folder, subject, described | {"data": data})
     optimizer = build_optimizer(recipe.learning_rate, recipe.loop.steps, recipe.weight_decay)
     gradient, apply = build_gradient(problem), build_update(optimizer)
 
@@ -143,6 +145,17 @@ def train_heads(
     )
     rounded = stored_precision(state.params)
     return Trained(rounded, problem.measure(rounded, True))
+
+
+def _claim(folder: Path, subject: Subject, settings: dict[str, Any]) -> None:
+    file = folder / RUN_FILE
+    if has_checkpoints(folder) and not file.exists():
+        raise UserError(
+            f"{folder / CHECKPOINT_FOLDER}: checkpoints without the {RUN_FILE} that says what they are of; restore it "
+            "or give another folder"
+        )
+    check_subject(file, subject)
+    check_settings(file, settings, facts={"subject": subject._asdict()})
 
 
 def build_gradient(problem: Problem) -> Callable[..., tuple[Measures, Params]]:

@@ -8,22 +8,24 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-import orbax.checkpoint as ocp
 
 from entmtp_jax.errors import UserError
+from entmtp_jax.training.json_lines import append_json_line, read_json_lines
 from entmtp_jax.training.optimizer import TrainState
-from entmtp_jax.types import Params
+from entmtp_jax.training.run_checkpoints import open_checkpoints, restore_latest, save_checkpoint
+from entmtp_jax.training.settings import LOG_FILE
+from entmtp_jax.types import Array, Bool, Params
+from entmtp_jax.whole_files import replacing
 
-LOG_FILE = "log.jsonl"
-CHECKPOINT_FOLDER = "checkpoints"
-
-Update = Callable[[TrainState, int], tuple[TrainState, dict[str, Any]]]
+Measures = dict[str, Any]
+Update = Callable[[TrainState, int], tuple[TrainState, Measures]]
 Evaluate = Callable[[Params], dict[str, Any]]
 Report = Callable[[dict[str, Any]], None]
 
@@ -47,6 +49,22 @@ class LoopConfig:
     def __post_init__(self) -> None:
         if min(self.steps, self.log_every, self.checkpoint_every) < 1 or self.eval_every < 0:
             raise UserError(f"steps and intervals must be positive; got {self}")
+
+    def logs_after(self, done: int) -> bool:
+        """Whether a log line follows ``done`` updates; the last update always has one."""
+        return done % self.log_every == 0 or done == self.steps
+
+    def evaluates_after(self, done: int) -> bool:
+        """Whether held-out positions are measured then; the end has a measure of its own."""
+        return self.eval_every > 0 and done % self.eval_every == 0 and done < self.steps
+
+    def keeps(self, done: int) -> bool:
+        """Whether a checkpoint is written then; the last state always is."""
+        return done % self.checkpoint_every == 0 or done == self.steps
+
+    def pauses_after(self, done: int) -> bool:
+        """Whether anything is looked at then."""
+        return self.logs_after(done) or self.evaluates_after(done) or self.keeps(done)
 
 
 def batch_indices(step: int, *, count: int, batch: int, seed: int) -> np.ndarray:
@@ -86,77 +104,85 @@ def run_loop(
       The state after ``config.steps`` updates.
 
     Raises:
-      UserError: the folder's checkpoints cannot be read as this state.
+      UserError: the folder's checkpoints cannot be read as this state or one cannot be written, or an update's
+        measures are not finite: nothing that comes after it is logged, measured or kept.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with open_checkpoints(folder) as checkpoints:
         state = restore_latest(checkpoints, state)
         first = int(state.step)
         trim_log(folder / LOG_FILE, last_step=first)
-        began = time.perf_counter()
+        began = logged = time.perf_counter()
+        unseen: list[tuple[int, Measures]] = []  # looked at together: a look waits for the device
+
+        def write(line: dict[str, Any]) -> None:
+            append_json_line(folder / LOG_FILE, line)
+            report(line)
+
         for step in range(first, config.steps):
             state, measures = update(state, step)
             done = step + 1
-            if done % config.log_every == 0 or done == config.steps:
-                pace = (done - first) / (time.perf_counter() - began)
-                _log(folder / LOG_FILE, report, {"step": done, **_plain(measures), "steps_per_s": pace})
-            if config.eval_every and done % config.eval_every == 0 and done < config.steps:
-                _log(folder / LOG_FILE, report, {"step": done, "held_out": evaluate(state.params)})
-            if done % config.checkpoint_every == 0 or done == config.steps:
-                checkpoints.save(done, args=ocp.args.StandardSave(state))
+            unseen.append((done, measures))
+            if not config.pauses_after(done):
+                continue
+            check_finite(unseen, state.params, folder, last_good=checkpoints.latest_step())
+            unseen.clear()
+            if config.logs_after(done):
+                now = time.perf_counter()
+                pace = {"steps_per_s": (done - first) / (now - began), "seconds": round(now - logged, 3)}
+                logged = now
+                write({"step": done, **_plain(measures), **pace})
+            if config.evaluates_after(done):
+                write({"step": done, "held_out": evaluate(state.params)})
+            if config.keeps(done):
+                save_checkpoint(checkpoints, done, state)
     return state
 
 
-def open_checkpoints(folder: Path) -> ocp.CheckpointManager:
-    """The last two checkpoints of a run; one that was cut off while it was written is removed."""
-    options = ocp.CheckpointManagerOptions(
-        max_to_keep=2, enable_async_checkpointing=False, cleanup_tmp_directories=True, create=True
-    )
-    return ocp.CheckpointManager((folder / CHECKPOINT_FOLDER).absolute(), options=options)
+def check_finite(
+    unseen: Sequence[tuple[int, Measures]], params: Params, folder: Path, *, last_good: int | None
+) -> None:
+    """Stops a run whose loss, gradient or parameters have become NaN or infinite.
 
-
-def restore_latest(checkpoints: ocp.CheckpointManager, state: TrainState) -> TrainState:
-    """The newest checkpoint, or ``state`` if there is none yet.
+    Args:
+      unseen: updates since the last look, with their measures.
+      params: after the last of them.
+      folder: of the run, for the message.
+      last_good: update of the last checkpoint, or None.
 
     Raises:
-      UserError: it holds other shapes, or it is damaged.
+      UserError: names the first such update.
     """
-    latest = checkpoints.latest_step()
-    if latest is None:
-        return state
-    try:
-        restored: Any = checkpoints.restore(latest, args=ocp.args.StandardRestore(jax.eval_shape(lambda: state)))
-        return restored
-    except (ValueError, KeyError, OSError) as error:
-        place = Path(checkpoints.directory) / str(latest)
-        line = " ".join(str(error).split())[:200]
-        raise UserError(f"{place}: cannot be read as this run's state ({line}); remove it to go on") from None
+    for step, measures in unseen:
+        if bad := [name for name, value in measures.items() if not np.isfinite(np.asarray(value)).all()]:
+            raise _diverged(step, bad[0], folder, last_good)
+    if not _all_finite(params):
+        raise _diverged(unseen[-1][0], "parameters", folder, last_good)
+
+
+@jax.jit
+def _all_finite(params: Params) -> Bool[Array, ""]:
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(params)]).all()
+
+
+def _diverged(step: int, what: str, folder: Path, last_good: int | None) -> UserError:
+    kept = "no checkpoint was written before" if last_good is None else f"the checkpoint of update {last_good} is kept"
+    return UserError(
+        f"{folder}: update {step} made {what} NaN or infinite, so training stops; {kept}, and the same command starts "
+        "again from there; if it stops here again, lower --lr in another folder"
+    )
 
 
 def trim_log(file: Path, *, last_step: int) -> None:
     """Drops the lines of updates that are going to be done again, and a half-written last line."""
     if not file.exists():
         return
-    kept = [line for line in file.read_text(encoding="utf-8").splitlines() if _step_of(line) <= last_step]
-    temporary = file.with_name(file.name + ".partial")
-    temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-    temporary.replace(file)
+    kept = [line for line in read_json_lines(file) if isinstance(line.get("step"), int) and line["step"] <= last_step]
+    with replacing(file) as unfinished:
+        unfinished.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
 
 
-def _step_of(line: str) -> float:
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return float("inf")
-
-
-def _log(file: Path, report: Report, line: dict[str, Any]) -> None:
-    with open(file, "a", encoding="utf-8") as handle:
-        handle.write(json.dumps(line) + "\n")
-    report(line)
-
-
-def _plain(measures: dict[str, Any]) -> dict[str, Any]:
+def _plain(measures: Measures) -> Measures:
     """Device arrays as floats and lists with six significant digits."""
     return {name: _rounded(np.asarray(value).tolist()) for name, value in measures.items()}
 
