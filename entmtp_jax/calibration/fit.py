@@ -7,8 +7,8 @@ from typing import NamedTuple
 import numpy as np
 
 from entmtp_jax.bank import Bank
-from entmtp_jax.calibration.replay import Replay, Trace, accepted_lengths, replay_ladder
-from entmtp_jax.scheduler import MAX_BINS
+from entmtp_jax.calibration.replay import Trace, accepted_lengths, replay
+from entmtp_jax.scheduler import MAX_BINS, ladder
 
 QUANTILES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.9)  # of the entropies, where an edge may lie
 COST_NOISE = 0.05  # medians of step times differ by so much between runs on a shared machine
@@ -31,7 +31,7 @@ class Ladder(NamedTuple):
     tokens_per_step: float
 
 
-def fit_ladder(trace: Trace, bank: Bank, step_ms: Mapping[str, float], *, decay: float, max_edges: int = 2) -> Ladder:
+def fit_ladder(trace: Trace, bank: Bank, step_ms: Mapping[str, float], *, window: float, max_edges: int = 2) -> Ladder:
     """The best ladder of up to ``max_edges`` edges at quantiles of the trace's entropies.
 
     Best is the most tokens per second; among ladders that the noise of the costs cannot tell apart, the most
@@ -41,21 +41,33 @@ def fit_ladder(trace: Trace, bank: Bank, step_ms: Mapping[str, float], *, decay:
       trace: of held-out text.
       bank: its topologies.
       step_ms: measured cost of a step of each topology, by name.
-      decay: of the entropy average.
+      window: W of the entropy average, in steps.
       max_edges: more edges are tried only as long as they help.
     """
-    lengths = np.stack([accepted_lengths(trace, topology) for topology in bank.topologies])
+    lengths = np.stack([accepted_lengths(trace.ranks, topology) for topology in bank.topologies])
     costs = np.asarray([step_ms[topology.name] for topology in bank.topologies])
     grid = sorted({round(float(q), 4) for q in np.quantile(trace.entropy_nats, QUANTILES)})
     counts = range(min(max_edges, MAX_BINS - 1) + 1)
     every_edges = [edges for count in counts for edges in itertools.combinations(grid, count)]
-    candidates = []
-    for discount, edges in itertools.product(DISCOUNTS, every_edges):
-        bins = _best_by_bin(trace, lengths, costs - discount * (costs - costs.min()), edges)
-        candidates.append(_ladder(replay_ladder(trace, lengths, edges, bins, decay), costs, edges, bins, bank))
-    fastest = max(ladder.tokens_per_s for ladder in candidates)
-    as_fast = [ladder for ladder in candidates if ladder.tokens_per_s >= (1 - COST_NOISE) * fastest]
-    return max(as_fast, key=lambda ladder: (ladder.tokens_per_step, ladder.tokens_per_s))
+    tried = [
+        (edges, _best_by_bin(trace, lengths, costs - discount * (costs - costs.min()), edges))
+        for discount, edges in itertools.product(DISCOUNTS, every_edges)
+    ]
+    policies = [ladder(bins, edges, num_topologies=len(costs), window=window) for edges, bins in tried]
+    steps = replay(trace, bank.topologies, policies).steps.sum(axis=1)
+    tokens = int(trace.bounds[-1])  # that steps emit, whatever the policy
+    candidates = [
+        Ladder(
+            edges_nats=edges,
+            topology_by_bin=tuple(bank.topologies[index].name for index in bins),
+            tokens_per_s=tokens / (float(taken @ costs) / 1e3),  # costs are in milliseconds
+            tokens_per_step=tokens / int(taken.sum()),
+        )
+        for (edges, bins), taken in zip(tried, steps, strict=True)
+    ]
+    fastest = max(fitted.tokens_per_s for fitted in candidates)
+    as_fast = [fitted for fitted in candidates if fitted.tokens_per_s >= (1 - COST_NOISE) * fastest]
+    return max(as_fast, key=lambda fitted: (fitted.tokens_per_step, fitted.tokens_per_s))
 
 
 def _best_by_bin(trace: Trace, lengths: np.ndarray, costs: np.ndarray, edges: Sequence[float]) -> list[int]:
@@ -72,9 +84,3 @@ def _best_by_bin(trace: Trace, lengths: np.ndarray, costs: np.ndarray, edges: Se
         gain = (here.mean(axis=1) if here.size else lengths.mean(axis=1)) + 1 - rate * costs
         chosen.append(int(np.argmax(gain)))
     return chosen
-
-
-def _ladder(replay: Replay, costs: np.ndarray, edges: Sequence[float], bins: Sequence[int], bank: Bank) -> Ladder:
-    names = tuple(bank.topologies[index].name for index in bins)
-    seconds = float(replay.steps @ costs) / 1e3  # costs are in milliseconds
-    return Ladder(tuple(edges), names, replay.tokens / seconds, replay.tokens / int(replay.steps.sum()))

@@ -1,12 +1,12 @@
 r"""Grows a bank of topologies for trained heads, measures what they cost here, and fits its entropy thresholds.
 
-    python scripts/calibrate.py --data runs/answers --features runs/medusa/features --heads runs/medusa/head \
+    python scripts/calibrate.py --trace traces/medusa.npz --heads runs/medusa/head \
         --out trees/smollm2-135m-instruct/medusa/general.json
 
-Path counts and entropies come from the held-out records of the training run. The topologies grow greedily on
-them, for calm and for unsure text apart; steps are timed on this device; and the thresholds are those with the
-most expected tokens per second by replay. Topologies hold on any device; costs and thresholds are stored for
-this one.
+Path counts and entropies come from a trace of these heads, made by scripts/trace.py of held-out records or of
+prompts. The topologies grow greedily on them, for calm and for unsure text apart; steps are timed on this
+device; and the thresholds are those with the most expected tokens per second by replay. Topologies hold on any
+device; costs and thresholds are stored for this one.
 """
 
 import argparse
@@ -24,8 +24,7 @@ def build_parser(prog: str = "calibrate.py") -> argparse.ArgumentParser:
         prog=prog, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--data", type=Path, required=True, help="records that the heads were trained on; held-out ones are used")
-    add("--features", type=Path, required=True, help="hidden states stored by train.py for these records")
+    add("--trace", type=Path, required=True, metavar="FILE.npz", help="of these heads, from scripts/trace.py")
     add("--heads", required=True, help="head folder, or a kind shipped for the model")
     add("--model", default=DEFAULT_MODEL, help="the backbone (%(default)s)")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the weights (%(default)s)")
@@ -40,7 +39,7 @@ def build_parser(prog: str = "calibrate.py") -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "calibrate.py") -> int:
-    """Parses, traces, grows, measures, fits, saves."""
+    """Parses, grows, measures, fits, saves."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     args = build_parser(prog).parse_args(arguments)
     if min([*args.rows, *args.pooled_rows]) < 2:

@@ -1,7 +1,6 @@
-"""The calibrate command's work: traces, trees, costs, thresholds, and the bank at the end."""
+"""The calibrate command's work: a trace, trees, costs, thresholds, and the bank at the end."""
 
 import argparse
-import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -9,79 +8,74 @@ import numpy as np
 from entmtp_jax.assemble import Draft, Model, load_draft, load_model
 from entmtp_jax.bank import Bank, Calibration, save_bank
 from entmtp_jax.calibration.fit import Ladder, fit_ladder
-from entmtp_jax.calibration.replay import Trace, accepted_lengths, grow_topology
-from entmtp_jax.calibration.trace import KnownText, trace_texts
+from entmtp_jax.calibration.growth import grow_topology
+from entmtp_jax.calibration.replay import Trace, accepted_lengths
+from entmtp_jax.calibration.trace_file import fingerprint_params, load_trace
 from entmtp_jax.cli import notify
 from entmtp_jax.decode import DecodeConfig, ModelParams, build_decoder
 from entmtp_jax.device import device_name
 from entmtp_jax.errors import UserError
 from entmtp_jax.generation import compile_decoder
+from entmtp_jax.heads.interface import Head
 from entmtp_jax.hub import cache_folder, enable_compile_cache
 from entmtp_jax.report.measure import COST_PROMPT, Cost, step_costs
 from entmtp_jax.scheduler import DEFAULT_WINDOW, Signal, fixed
 from entmtp_jax.state import Request
 from entmtp_jax.topology import Topology, autoregressive
-from entmtp_jax.training.data import load_records
-from entmtp_jax.training.examples import held_out_records
-from entmtp_jax.training.features import load_features, record_starts
 from entmtp_jax.training.provenance import collect_provenance
+
+MIN_POSITIONS = 16  # a calm and an unsure half with something in each
 
 
 def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
-    """Traces, grows, measures, fits, saves; ``arguments`` are the same flags as words, for the bank's record."""
+    """Grows, measures, fits, saves; ``arguments`` are the same flags as words, for the bank's record."""
     cache = cache_folder(args.cache_dir)
     enable_compile_cache(cache)
     model = load_model(args.model, dtype=args.dtype, cache=cache, notify=notify)
     wide = Topology.from_paths("ranks", [(rank,) for rank in range(args.top_k)])
     draft = load_draft(model, args.heads, Bank("ranks", (wide,)), notify=notify)
-    depth = draft.head.max_depth
-    unembed = functools.partial(model.backbone.unembed, model.params)
-    trace = trace_texts(draft.head, draft.params, model.shared, unembed, _held_out(args), depth=depth)
-    topologies = _grow(trace, args, depth)
+    trace = _load(args, model, draft)
+    topologies = _grow(trace, args, draft.head)
     bank = Bank(args.name, (autoregressive(), *topologies))
     costs = _costs(model, draft, bank, args)
-    ladder = fit_ladder(trace, bank, {n: c.median_ms for n, c in costs.items()}, decay=1 - 1 / DEFAULT_WINDOW)
+    ladder = fit_ladder(trace, bank, {n: c.median_ms for n, c in costs.items()}, window=DEFAULT_WINDOW)
     _report(bank, trace, costs, ladder)
     save_bank(_finished(bank, trace, costs, ladder, args, arguments), args.out)
     notify(f"wrote {args.out}")
     return 0
 
 
-def _held_out(args: argparse.Namespace) -> list[KnownText]:
-    records = load_records(args.data)
-    features = load_features(args.features)
-    held = held_out_records(records)
-    texts = []
-    for record, start in record_starts(features).items():
-        if held[record]:
-            tokens = records.record(record)
-            hidden = features.hidden[start : start + len(tokens)]
-            texts.append(KnownText(tokens, int(records.prompt_length[record]), hidden))
-    if not texts:
-        raise UserError(f"{args.features}: no held-out record among these features; store more blocks")
-    return texts
+def _load(args: argparse.Namespace, model: Model, draft: Draft) -> Trace:
+    """The trace, if it is of this model and these heads and ranks enough candidates."""
+    header, trace, *_ = load_trace(args.trace)
+    if header.backbone_fingerprint != model.fingerprint:
+        raise UserError(f"{args.trace}: traced on {header.model}, whose weights are not those of {model.name}")
+    if header.head_fingerprint != fingerprint_params(draft.params) or header.head_kind != draft.head.name:
+        raise UserError(f"{args.trace}: a trace of heads {header.heads!r}, whose weights are not those of {args.heads}")
+    if header.top_k < min(args.top_k, draft.head.top_k):
+        raise UserError(f"{args.trace}: ranks {header.top_k} candidates; give --top-k {header.top_k} or trace more")
+    if len(trace.ranks) < MIN_POSITIONS:
+        raise UserError(f"{args.trace}: {len(trace.ranks)} positions are too few to fit on; trace more texts")
+    return trace
 
 
-def _grow(trace: Trace, args: argparse.Namespace, depth: int) -> list[Topology]:
+def _grow(trace: Trace, args: argparse.Namespace, head: Head) -> list[Topology]:
     """Trees of equal width for the calmer and the less sure half of the positions, and pooled ones.
 
     Where the text is predictable a deep tree keeps more than a bushy one of the same width, and elsewhere
     the other way round; that is what the entropy can choose between even where width is all that costs.
     """
     calm = trace.entropy_nats < np.median(trace.entropy_nats)
-    halves = {"calm": _part(trace, calm), "unsure": _part(trace, ~calm)}
+    halves = {"calm": trace.ranks[calm], "unsure": trace.ranks[~calm]}
     wanted = [(f"{name}{rows}", part, rows) for rows in args.rows for name, part in halves.items()]
-    wanted += [(f"tree{rows}", trace, rows) for rows in args.pooled_rows]
+    wanted += [(f"tree{rows}", trace.ranks, rows) for rows in args.pooled_rows]
     grown: list[Topology] = []
     for name, part, rows in wanted:
-        topology = grow_topology(name, part, rows - 1, max_depth=depth, max_rank=args.top_k - 1)
+        max_rank = min(args.top_k, head.top_k) - 1
+        topology = grow_topology(name, part, rows - 1, max_depth=head.max_depth, max_rank=max_rank)
         if all(topology.rank_paths != other.rank_paths for other in grown):
             grown.append(topology)
     return grown
-
-
-def _part(trace: Trace, chosen: np.ndarray) -> Trace:
-    return Trace(trace.ranks[chosen], trace.entropy_nats[chosen], trace.text[chosen])
 
 
 def _costs(model: Model, draft: Draft, bank: Bank, args: argparse.Namespace) -> dict[str, Cost]:
@@ -98,7 +92,7 @@ def _report(bank: Bank, trace: Trace, costs: dict[str, Cost], ladder: Ladder) ->
         "| topology | rows | depth | expected tokens/step | ms/step | expected tokens/s |\n|---|--:|--:|--:|--:|--:|"
     )
     for topology in bank.topologies:
-        expected = 1 + accepted_lengths(trace, topology).mean()
+        expected = 1 + accepted_lengths(trace.ranks, topology).mean()
         cost = costs[topology.name]
         notify(
             f"| {topology.name} | {topology.num_rows} | {topology.depth} | {expected:.3f} | {cost.median_ms:.1f} "
@@ -123,6 +117,6 @@ def _finished(
         topology_by_bin=ladder.topology_by_bin,
         step_ms=tuple((name, round(cost.median_ms, 2)) for name, cost in costs.items()),
     )
-    expected = {t.name: round(float(accepted_lengths(trace, t).mean()), 4) for t in bank.topologies}
-    made_by = collect_provenance("scripts/calibrate.py", arguments) | {"held_out_positions": len(trace.ranks)}
+    expected = {t.name: round(float(accepted_lengths(trace.ranks, t).mean()), 4) for t in bank.topologies}
+    made_by = collect_provenance("scripts/calibrate.py", arguments) | {"traced_positions": len(trace.ranks)}
     return Bank(bank.name, bank.topologies, (calibration,), made_by=made_by, expected_accepted=expected)
