@@ -24,7 +24,7 @@ from entmtp_jax.device import device_name
 from entmtp_jax.errors import UserError
 from entmtp_jax.heads.hybrid import Pair, build_hybrid
 from entmtp_jax.heads.interface import Head, Shared
-from entmtp_jax.heads.lookup import build_lookup
+from entmtp_jax.heads.lookup import NUM_MATCHES, build_lookup
 from entmtp_jax.hub import resolve_model
 from entmtp_jax.parts import shared_matrices
 from entmtp_jax.scheduler import DEFAULT_WINDOW, Policy, Signal, fixed, ladder
@@ -145,7 +145,7 @@ def load_draft(model: Model, heads: str, bank: str | Bank | None, *, notify: Not
     chosen = _find_bank(model.name, heads, bank)
     top_k = 1 if chosen is None else max(chosen.max_rank + 1, 1)
     if heads == "lookup":
-        head, params = build_lookup(), {}
+        head, params = build_lookup(num_matches=max(top_k, NUM_MATCHES)), {}
     elif heads == "hybrid":
         trained, trained_params = _load_trained(model, _best_shipped(model.name), top_k, notify)
         head, params = build_hybrid(build_lookup(min_suffix=HYBRID_MIN_SUFFIX), trained), Pair({}, trained_params)

@@ -106,6 +106,12 @@ def test_a_shipped_bank_belongs_to_model_and_heads(assets):
     assert [tree.name for tree in own.bank.topologies] == ["ar", "chain1"] and own.head.top_k == 1
 
 
+def test_lookup_ranks_as_many_candidates_as_the_bank_places(assets):
+    wide = Bank("wide", (k_ary((10,)), chain(2)))
+    assert draft("lookup", wide).head.top_k == 10
+    assert draft("lookup", Bank("narrow", (chain(2),))).head.top_k == 8
+
+
 def test_a_hybrid_takes_the_best_shipped_kind(assets):
     with pytest.raises(UserError, match="'hybrid' need trained heads, but tiny ships none"):
         draft("hybrid")

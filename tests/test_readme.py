@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from entmtp_jax.commands import bench, calibrate, decode, distill, train
+from entmtp_jax.commands import bench, calibrate, compare, decode, distill, head_card, trace, train
 
 README = Path(__file__).parent.parent / "README.md"
 PARSERS = {
     f"{command.__name__.rpartition('.')[2]}.py": command.build_parser
-    for command in (bench, calibrate, decode, distill, train)
+    for command in (bench, calibrate, compare, decode, distill, head_card, trace, train)
 }
 
 

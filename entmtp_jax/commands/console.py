@@ -11,9 +11,12 @@ from entmtp_jax.errors import UserError
 COMMANDS = {
     "decode": "write text with a model, several tokens per step",
     "bench": "measure decoding against plain decoding on sets of prompts",
+    "trace": "trace heads along the backbone's own texts, and replay decoding from that",
     "calibrate": "grow a bank of topologies for heads and fit its entropy thresholds",
     "train": "train draft heads on the backbone's own answers",
     "distill": "let the backbone answer prompts, as training data",
+    "compare": "compare traced heads: sizes, cost of drafting, tokens per step",
+    "head_card": "write the card and the training curve of trained heads",
 }
 
 
