@@ -11,8 +11,10 @@ from entmtp_jax.backbone.cache import init_cache
 from entmtp_jax.backbone.transformer import Backbone
 from entmtp_jax.calibration.trace import KnownText
 from entmtp_jax.training.data import Records
-from entmtp_jax.training.features import BATCH_TOKENS, LENGTH_STEP, plan_batches
+from entmtp_jax.training.features import LENGTH_STEP, plan_batches
 from entmtp_jax.types import Array, Float, Int, Params
+
+BATCH_TOKENS = 1024  # fewer than for training data: with few texts most batches are not full
 
 
 def read_texts(
@@ -29,7 +31,7 @@ def read_texts(
     run = build_text_pass(backbone)
     states: list[tuple[np.ndarray, np.ndarray]] = [(np.zeros((0, 0)),) * 2] * records.num_records
     done = 0
-    for batch in plan_batches(records, seed=0):
+    for batch in plan_batches(records, seed=0, batch_tokens=BATCH_TOKENS):
         length = int(-(-records.lengths[batch].max() // LENGTH_STEP) * LENGTH_STEP)
         tokens = np.zeros((max(1, BATCH_TOKENS // length), length), np.int32)
         for row, index in enumerate(batch):

@@ -73,13 +73,19 @@ def draft_targets(
     return np.where(inside, records.tokens[index], NO_TARGET).astype(np.int32)
 
 
-def plan_batches(records: Records, *, seed: int) -> list[np.ndarray]:
-    """Groups records of similar length into batches, in a shuffled order that depends on the seed only."""
+def plan_batches(records: Records, *, seed: int, batch_tokens: int) -> list[np.ndarray]:
+    """Groups records of similar length into batches, in a shuffled order that depends on the seed only.
+
+    Args:
+      records: to be grouped.
+      seed: of the order.
+      batch_tokens: places of a batch, padding included.
+    """
     padded = -(-records.lengths // LENGTH_STEP) * LENGTH_STEP
     batches = []
     for length in np.unique(padded):
         members = np.flatnonzero(padded == length)
-        size = max(1, BATCH_TOKENS // int(length))
+        size = max(1, batch_tokens // int(length))
         batches += [members[i : i + size] for i in range(0, len(members), size)]
     order = np.random.default_rng(seed).permutation(len(batches))
     return [batches[i] for i in order]
@@ -125,7 +131,7 @@ def extract_features(
         empty = jnp.zeros(batch, jnp.int32)
         return backbone.forward(params, tokens, positions, causal_mask(length), cache, empty).normed
 
-    batches = plan_batches(records, seed=seed)
+    batches = plan_batches(records, seed=seed, batch_tokens=BATCH_TOKENS)
     blocks = [batches[i : i + BATCHES_PER_BLOCK] for i in range(0, len(batches), BATCHES_PER_BLOCK)][:max_blocks]
     for index, block in enumerate(blocks):
         file = _block_file(folder, index)
