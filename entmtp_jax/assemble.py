@@ -129,19 +129,20 @@ def load_model(name: str, *, dtype: str, cache: Path, notify: Notify) -> Model:
     )
 
 
-def load_draft(model: Model, heads: str, bank: str | Bank | None, *, notify: Notify) -> Draft:
+def load_draft(model: Model, heads: str | None, bank: str | Bank | None, *, notify: Notify) -> Draft:
     """Loads the head and the bank that go with a model.
 
     Args:
       model: the backbone.
       heads: ``lookup``, a kind shipped for this model such as ``medusa``, ``hybrid`` (lookup and the best shipped
-        kind), or a head folder.
+        kind), or a head folder; None takes ``hybrid``, or ``lookup`` for a model without shipped heads.
       bank: a bank, or its file or name; None takes the shipped bank of this model and head, or a small default.
       notify: warned about heads of other weights.
 
     Raises:
       UserError: head or bank do not exist, are broken or do not fit.
     """
+    heads = default_heads(model.name, notify) if heads is None else heads
     chosen = _find_bank(model.name, heads, bank)
     top_k = 1 if chosen is None else max(chosen.max_rank + 1, 1)
     if heads == "lookup":
@@ -156,6 +157,14 @@ def load_draft(model: Model, heads: str, bank: str | Bank | None, *, notify: Not
     if all(topology.depth for topology in chosen.topologies):
         chosen = dataclasses.replace(chosen, topologies=(autoregressive(), *chosen.topologies))
     return Draft(heads, head, jax.tree.map(jnp.asarray, params), chosen)
+
+
+def default_heads(model_name: str, notify: Notify) -> str:
+    """What drafts where nobody says: the hybrid of lookup and shipped heads, or else lookup, with a note."""
+    if _shipped_heads(model_name):
+        return "hybrid"
+    notify(f"note: no heads are shipped for {model_name}; drafting from its own text (--heads lookup)")
+    return "lookup"
 
 
 def _find_bank(model_name: str, heads: str, bank: str | Bank | None) -> Bank | None:

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Literal
 
 DEFAULT_MODEL = "smollm2-135m-instruct"  # the backbone whose heads and banks are shipped
-DEFAULT_HEADS = "mtp"  # the fastest of them, see models/README.md
 
 _PACKAGE = Path(__file__).resolve().parent
 

@@ -106,6 +106,13 @@ def test_a_shipped_bank_belongs_to_model_and_heads(assets):
     assert [tree.name for tree in own.bank.topologies] == ["ar", "chain1"] and own.head.top_k == 1
 
 
+def test_without_a_name_heads_are_hybrid_or_lookup(assets):
+    said: list[str] = []
+    assert draft(None, said=said).head.name == "lookup" and "no heads are shipped for tiny" in said[0]
+    ship(assets, "mtp")
+    assert draft(None).head.name == "lookup+mtp"
+
+
 def test_lookup_ranks_as_many_candidates_as_the_bank_places(assets):
     wide = Bank("wide", (k_ary((10,)), chain(2)))
     assert draft("lookup", wide).head.top_k == 10

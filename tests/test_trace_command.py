@@ -190,6 +190,7 @@ WRONG = {
     "no such file": (lambda f, c: [*c, "--set", "c=none.jsonl"], "none.jsonl"),
     "empty file": (lambda f, c: [*c, "--set", empty(f)], "holds no prompts"),
     "all skipped": (lambda f, c: [*c, "--skip", "3"], "so none is left"),
+    "no heads": (lambda f, c: [*c[: c.index("--heads")], *c[c.index("--heads") + 2 :]], "no --heads to trace"),
     "unknown heads": (lambda f, c: [*c, "--heads", "nonsense"], "nonsense"),
     "one file for two": (lambda f, c: [*c, "--heads", "lookup", "medusa"], "write {heads} into the name"),
     "no tokens": (lambda f, c: [*c, "--max-new-tokens", "0"], "--max-new-tokens must be at least 1"),

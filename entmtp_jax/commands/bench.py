@@ -15,7 +15,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from entmtp_jax.assets import DEFAULT_HEADS, DEFAULT_MODEL
+from entmtp_jax.assets import DEFAULT_MODEL
 from entmtp_jax.errors import UserError
 
 
@@ -30,7 +30,7 @@ def build_parser(prog: str = "bench.py") -> argparse.ArgumentParser:
     add("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (%(default)s)")
     add("--repeats", type=int, default=1, help="times that every prompt is decoded by everyone (%(default)s)")
     add("--model", default=DEFAULT_MODEL, help="known name, folder, .gguf file or hub id")
-    add("--heads", default=DEFAULT_HEADS, help="medusa, hydra, mtp, lookup, hybrid or a head folder (%(default)s)")
+    add("--heads", help="medusa, hydra, mtp, lookup, hybrid or a head folder (default: as for decode.py)")
     add("--bank", metavar="FILE", help="bank of topologies (default: the shipped one)")
     limits = "widest topologies of each entropy contestant (%(default)s)"
     add("--row-limits", type=int, nargs="*", default=[8, 32], metavar="R", help=limits)

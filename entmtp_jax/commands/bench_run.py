@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from entmtp_jax.assemble import Draft, Model, load_draft, load_model, make_policy
+from entmtp_jax.assemble import Draft, Model, default_heads, load_draft, load_model, make_policy
 from entmtp_jax.bank import Bank
 from entmtp_jax.cli import notify
 from entmtp_jax.decode import DecodeConfig, ModelParams, build_decoder
@@ -49,6 +49,8 @@ def run(arguments: argparse.Namespace) -> int:
     cache = cache_folder(arguments.cache_dir)
     enable_compile_cache(cache)
     model = load_model(arguments.model, dtype=arguments.dtype, cache=cache, notify=notify)
+    heads = arguments.heads or default_heads(model.name, notify)
+    arguments = argparse.Namespace(**vars(arguments) | {"heads": heads})
     sets = [_read_set(entry, arguments, model) for entry in arguments.set]
     notify(
         f"{device_name()}; jax {jax.__version__}; {model.name} {model.dtype}, arithmetic {model.arithmetic}; "

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from entmtp_jax.assets import DEFAULT_HEADS, DEFAULT_MODEL
+from entmtp_jax.assets import DEFAULT_MODEL
 from entmtp_jax.errors import UserError
 from entmtp_jax.prompts import Prompt, read_prompts
 
@@ -37,8 +37,8 @@ def build_parser(prog: str = "decode.py") -> argparse.ArgumentParser:
     model.add_argument("--model", default=DEFAULT_MODEL, help="known name, Hugging Face folder, .gguf file or hub id")
     model.add_argument(
         "--heads",
-        default=DEFAULT_HEADS,
-        help="medusa, hydra, mtp, lookup, hybrid (lookup and the best trained heads) or a head folder (%(default)s)",
+        help="medusa, hydra, mtp, lookup, hybrid (lookup and the best trained heads) or a head folder "
+        "(default: hybrid where heads are shipped for the model, else lookup)",
     )
     model.add_argument("--bank", metavar="FILE", help="bank of topologies: a file or a name below trees/")
     model.add_argument(

@@ -228,6 +228,7 @@ def _document(setup: Setup, results: Sequence[Result]) -> dict[str, Any]:
         "compile_s": setup.compile_s,
         "config": options
         | {
+            "heads": setup.draft.name,
             "bank": setup.draft.bank.name,
             "capacity": setup.decoder.config.capacity,
             "arithmetic": setup.model.arithmetic,

@@ -17,7 +17,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from entmtp_jax.assets import DEFAULT_HEADS, DEFAULT_MODEL
+from entmtp_jax.assets import DEFAULT_MODEL
 from entmtp_jax.errors import UserError
 
 COUNTS = ("prompts_per_set", "max_new_tokens", "capacity", "batch_size", "top_k")
@@ -37,8 +37,8 @@ def build_parser(prog: str = "trace.py") -> argparse.ArgumentParser:
     add("--max-new-tokens", type=int, default=128, metavar="N", help="per prompt (%(default)s)")
     add("--data", type=Path, help="records of answers, instead of prompts; their held-out ones are traced")
     add("--model", default=DEFAULT_MODEL, help="known name, folder, .gguf file or hub id")
-    kinds = f"medusa, hydra, mtp, lookup, hybrid or a head folder ({DEFAULT_HEADS}); several read the same texts"
-    add("--heads", nargs="+", default=[DEFAULT_HEADS], metavar="HEADS", help=kinds)
+    kinds = "medusa, hydra, mtp, lookup, hybrid or a head folder; several are run along the same texts"
+    add("--heads", nargs="+", metavar="HEADS", help=kinds)
     add("--top-k", type=int, default=10, metavar="R", help="ranks that trained heads are asked for (%(default)s)")
     add("--dtype", default="float32", choices=("float32", "bfloat16"), help="of the weights (%(default)s)")
     add("--capacity", type=int, default=512, help="cache slots per row; longer prompts are left out (%(default)s)")
@@ -76,6 +76,8 @@ def trace_file(out: Path, heads: str) -> Path:
 
 
 def _check(args: argparse.Namespace) -> None:
+    if not args.heads:
+        raise UserError("no --heads to trace; give medusa, hydra, mtp, lookup, hybrid or a head folder")
     if args.out is None:
         raise UserError("no --out FILE.npz for the trace; give one, or --replay FILE.npz to read one")
     if len({trace_file(args.out, heads) for heads in args.heads}) < len(args.heads):
