@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from entmtp_jax.bank import Bank
 from entmtp_jax.calibration.figures import figures
 from entmtp_jax.calibration.fit import fit_ladder
-from entmtp_jax.calibration.growth import grow_topology
+from entmtp_jax.calibration.growth import accepted_per_step, grow_topology, grow_where_steps_start, step_starts
 from entmtp_jax.calibration.replay import Trace, accepted_lengths, replay, select_texts
 from entmtp_jax.scheduler import UNFORCED, Signal, fixed, force, hysteresis, ladder
 from entmtp_jax.topology import Topology, autoregressive, chain, k_ary
@@ -63,6 +63,26 @@ def test_growth_takes_the_most_frequent_next_path():
     assert sorted(grown.rank_paths) == [(0,), (0, 0), (1,), (1, 0)]
     assert grow_topology("one", ranks, 1, max_depth=2, max_rank=3).rank_paths == ((0,),)
     assert grow_topology("flat", ranks, 9, max_depth=1, max_rank=2).rank_paths == ((0,), (1,), (2,))
+
+
+def test_steps_start_where_the_last_one_ended():
+    """The docstring's example, and a second text whose last step runs over the end."""
+    kept = np.asarray([1, 0, 2, 0, 0, 3, 0])
+    assert step_starts(kept, np.asarray([0, 4, 4, 7])).tolist() == [True, False, True, False, True, True, False]
+
+
+def test_growth_counts_only_where_steps_start():
+    """A run of four and three single tokens at rank 1. Over all positions (0, 0) counts as much as (1,); but where
+    the chain's steps start, 0, 3, 5, 6, 7, 8 and 9, once against twice, and the bush needs five steps for seven."""
+    run, single = [[0, 0], [0, 0], [0, 0], [0, 9]], [[1, 9], [9, 9]]
+    trace = trace_of([*run, *single * 3], [11])
+    over_all = grow_topology("all", trace.ranks, 2, max_depth=2, max_rank=1)
+    grown = grow_where_steps_start("grown", trace, np.ones(10, bool), 2, max_depth=2, max_rank=1)
+    assert sorted(over_all.rank_paths) == [(0,), (0, 0)] and sorted(grown.rank_paths) == [(0,), (1,)]
+    assert accepted_per_step(trace, over_all) == pytest.approx(3 / 7) and accepted_per_step(trace, grown) == 1.0
+    for topology in (over_all, grown):
+        found = replay(trace, (topology,), [fixed(0, num_topologies=1)])
+        assert accepted_per_step(trace, topology) == pytest.approx(found.accepted.sum() / found.steps.sum())
 
 
 # Replay

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from entmtp_jax.bank import Bank
+from entmtp_jax.calibration.growth import step_starts
 from entmtp_jax.calibration.replay import Trace, accepted_lengths, replay
 from entmtp_jax.scheduler import MAX_BINS, ladder
 
@@ -45,12 +46,13 @@ def fit_ladder(trace: Trace, bank: Bank, step_ms: Mapping[str, float], *, window
       max_edges: more edges are tried only as long as they help.
     """
     lengths = np.stack([accepted_lengths(trace.ranks, topology) for topology in bank.topologies])
+    starts = np.stack([step_starts(kept, trace.bounds) for kept in lengths])
     costs = np.asarray([step_ms[topology.name] for topology in bank.topologies])
     grid = sorted({round(float(q), 4) for q in np.quantile(trace.entropy_nats, QUANTILES)})
     counts = range(min(max_edges, MAX_BINS - 1) + 1)
     every_edges = [edges for count in counts for edges in itertools.combinations(grid, count)]
     tried = [
-        (edges, _best_by_bin(trace, lengths, costs - discount * (costs - costs.min()), edges))
+        (edges, _best_by_bin(trace, lengths, starts, costs - discount * (costs - costs.min()), edges))
         for discount, edges in itertools.product(DISCOUNTS, every_edges)
     ]
     policies = [ladder(bins, edges, num_topologies=len(costs), window=window) for edges, bins in tried]
@@ -70,14 +72,18 @@ def fit_ladder(trace: Trace, bank: Bank, step_ms: Mapping[str, float], *, window
     return max(as_fast, key=lambda fitted: (fitted.tokens_per_step, fitted.tokens_per_s))
 
 
-def _best_by_bin(trace: Trace, lengths: np.ndarray, costs: np.ndarray, edges: Sequence[float]) -> list[int]:
+def _best_by_bin(
+    trace: Trace, lengths: np.ndarray, starts: np.ndarray, costs: np.ndarray, edges: Sequence[float]
+) -> list[int]:
     """For every bin of the momentary entropy the topology with the best rate.
 
     The rate is not tokens over cost of the bin alone: what counts is the gain over the overall rate, so
-    each bin takes the topology with the largest ``tokens - rate * cost`` at the best fixed topology's rate.
+    each bin takes the topology with the largest ``tokens - rate * cost`` at the best fixed topology's rate, over
+    the positions at which that one's steps start (inside what a step keeps, no other step starts).
     """
-    rate = ((lengths.mean(axis=1) + 1) / costs).max()
-    bins = np.searchsorted(edges, trace.entropy_nats, side="right")
+    rates = lengths.shape[1] / (starts.sum(axis=1) * costs)
+    rate, lengths = rates.max(), lengths[:, starts[rates.argmax()]]
+    bins = np.searchsorted(edges, trace.entropy_nats[starts[rates.argmax()]], side="right")
     chosen = []
     for index in range(len(edges) + 1):
         here = lengths[:, bins == index]

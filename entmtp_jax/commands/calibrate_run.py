@@ -8,8 +8,8 @@ import numpy as np
 from entmtp_jax.assemble import Draft, Model, load_draft, load_model
 from entmtp_jax.bank import Bank, Calibration, save_bank
 from entmtp_jax.calibration.fit import Ladder, fit_ladder
-from entmtp_jax.calibration.growth import grow_topology
-from entmtp_jax.calibration.replay import Trace, accepted_lengths
+from entmtp_jax.calibration.growth import accepted_per_step, grow_where_steps_start
+from entmtp_jax.calibration.replay import Trace
 from entmtp_jax.calibration.trace_file import fingerprint_params, load_trace
 from entmtp_jax.cli import notify
 from entmtp_jax.decode import DecodeConfig, ModelParams, build_decoder
@@ -66,13 +66,13 @@ def _grow(trace: Trace, args: argparse.Namespace, head: Head) -> list[Topology]:
     the other way round; that is what the entropy can choose between even where width is all that costs.
     """
     calm = trace.entropy_nats < np.median(trace.entropy_nats)
-    halves = {"calm": trace.ranks[calm], "unsure": trace.ranks[~calm]}
+    halves = {"calm": calm, "unsure": ~calm}
     wanted = [(f"{name}{rows}", part, rows) for rows in args.rows for name, part in halves.items()]
-    wanted += [(f"tree{rows}", trace.ranks, rows) for rows in args.pooled_rows]
+    wanted += [(f"tree{rows}", np.ones_like(calm), rows) for rows in args.pooled_rows]
     grown: list[Topology] = []
+    limits = {"max_depth": head.max_depth, "max_rank": min(args.top_k, head.top_k) - 1}
     for name, part, rows in wanted:
-        max_rank = min(args.top_k, head.top_k) - 1
-        topology = grow_topology(name, part, rows - 1, max_depth=head.max_depth, max_rank=max_rank)
+        topology = grow_where_steps_start(name, trace, part, rows - 1, **limits)
         if all(topology.rank_paths != other.rank_paths for other in grown):
             grown.append(topology)
     return grown
@@ -92,7 +92,7 @@ def _report(bank: Bank, trace: Trace, costs: dict[str, Cost], ladder: Ladder) ->
         "| topology | rows | depth | expected tokens/step | ms/step | expected tokens/s |\n|---|--:|--:|--:|--:|--:|"
     )
     for topology in bank.topologies:
-        expected = 1 + accepted_lengths(trace.ranks, topology).mean()
+        expected = 1 + accepted_per_step(trace, topology)
         cost = costs[topology.name]
         notify(
             f"| {topology.name} | {topology.num_rows} | {topology.depth} | {expected:.3f} | {cost.median_ms:.1f} "
@@ -117,6 +117,6 @@ def _finished(
         topology_by_bin=ladder.topology_by_bin,
         step_ms=tuple((name, round(cost.median_ms, 2)) for name, cost in costs.items()),
     )
-    expected = {t.name: round(float(accepted_lengths(trace.ranks, t).mean()), 4) for t in bank.topologies}
+    expected = {t.name: round(accepted_per_step(trace, t), 4) for t in bank.topologies}
     made_by = collect_provenance("scripts/calibrate.py", arguments) | {"traced_positions": len(trace.ranks)}
     return Bank(bank.name, bank.topologies, (calibration,), made_by=made_by, expected_accepted=expected)

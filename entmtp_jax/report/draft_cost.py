@@ -82,8 +82,11 @@ def _repeated(part: Callable[[ModelParams, DecodeState, RowInts], RowInts]) -> C
 
 
 def _draft(head: Head, topology: Topology, params: ModelParams, state: DecodeState, root: RowInts) -> RowInts:
-    proposal = head.propose(params.head, params.shared, state.head, root, topology.depth)
-    draft = head.complete(params.head, params.shared, state.head, root, proposal, topology)
+    # What follows from the head's state alone would be computed once for all calls, so the state depends on the root.
+    nothing = 0.0 * root[0]
+    head_state = jax.tree.map(lambda leaf: leaf + nothing.astype(leaf.dtype), state.head)
+    proposal = head.propose(params.head, params.shared, head_state, root, topology.depth)
+    draft = head.complete(params.head, params.shared, head_state, root, proposal, topology)
     return draft.tokens.max(axis=1)
 
 
