@@ -182,7 +182,7 @@ def too_deep(folder):
 
 
 WRONG = {
-    "nothing asked": (lambda f, c: ["--out", "x.npz"], "give prompts by --set"),
+    "nothing asked": (lambda f, c: ["--heads", "lookup", "--out", "x.npz"], "give prompts by --set"),
     "both asked": (lambda f, c: [*c, "--data", str(f)], "and not both"),
     "no out": (lambda f, c: [*c[:-2]], "no --out FILE.npz"),
     "no name": (lambda f, c: [*c, "--set", "x.jsonl"], "write it as NAME=FILE.jsonl"),
