@@ -2,17 +2,14 @@
 
 from collections.abc import Callable
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
-from entmtp_jax.backbone.attention import causal_mask
-from entmtp_jax.backbone.cache import init_cache
 from entmtp_jax.backbone.transformer import Backbone
 from entmtp_jax.calibration.trace import KnownText
 from entmtp_jax.training.data import Records
-from entmtp_jax.training.features import LENGTH_STEP, plan_batches
-from entmtp_jax.types import Array, Float, Int, Params
+from entmtp_jax.training.features import LENGTH_STEP, build_text_pass, plan_batches
+from entmtp_jax.types import Params
 
 BATCH_TOKENS = 1024  # fewer than for training data: with few texts most batches are not full
 
@@ -45,17 +42,3 @@ def read_texts(
     return [
         KnownText(records.record(index), int(records.prompt_length[index]), *both) for index, both in enumerate(states)
     ]
-
-
-def build_text_pass(backbone: Backbone) -> Callable[[Params, Array], tuple[Array, Array]]:
-    """``(params, tokens[B, T]) -> (normed, hidden)[B, T, D]`` float32 of whole texts, compiled."""
-
-    @jax.jit
-    def text_pass(params: Params, tokens: Int[Array, "B T"]) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-        batch, length = tokens.shape
-        cache = init_cache(backbone.config, batch=batch, slots=1, dtype=jnp.float32)
-        positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-        out = backbone.forward(params, tokens, positions, causal_mask(length), cache, jnp.zeros(batch, jnp.int32))
-        return out.normed.astype(jnp.float32), out.hidden.astype(jnp.float32)
-
-    return text_pass

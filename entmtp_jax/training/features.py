@@ -91,6 +91,20 @@ def plan_batches(records: Records, *, seed: int, batch_tokens: int) -> list[np.n
     return [batches[i] for i in order]
 
 
+def build_text_pass(backbone: Backbone) -> Callable[[Params, Array], tuple[Array, Array]]:
+    """``(params, tokens[B, T]) -> (normed, hidden)[B, T, D]`` float32 of whole texts, compiled."""
+
+    @jax.jit
+    def text_pass(params: Params, tokens: Int[Array, "B T"]) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        batch, length = tokens.shape
+        cache = init_cache(backbone.config, batch=batch, slots=1, dtype=jnp.float32)
+        positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
+        out = backbone.forward(params, tokens, positions, causal_mask(length), cache, jnp.zeros(batch, jnp.int32))
+        return out.normed.astype(jnp.float32), out.hidden.astype(jnp.float32)
+
+    return text_pass
+
+
 def extract_features(
     backbone: Backbone,
     params: Params,
@@ -123,21 +137,14 @@ def extract_features(
         {"fingerprint": fingerprint, "whole_records": True, "seed": seed, "records": records.num_records},
     )
 
-    @jax.jit
-    def hidden_states(params: Params, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        batch, length = tokens.shape
-        cache = init_cache(backbone.config, batch=batch, slots=1, dtype=jnp.float32)
-        positions = jnp.broadcast_to(jnp.arange(length), tokens.shape)
-        empty = jnp.zeros(batch, jnp.int32)
-        return backbone.forward(params, tokens, positions, causal_mask(length), cache, empty).normed
-
+    run = build_text_pass(backbone)
     batches = plan_batches(records, seed=seed, batch_tokens=BATCH_TOKENS)
     blocks = [batches[i : i + BATCHES_PER_BLOCK] for i in range(0, len(batches), BATCHES_PER_BLOCK)][:max_blocks]
     for index, block in enumerate(blocks):
         file = _block_file(folder, index)
         if not file.exists():
             began = time.perf_counter()
-            parts = [_batch_features(hidden_states, params, records, batch) for batch in block]
+            parts = [_batch_features(run, params, records, batch) for batch in block]
             features = Features(*(np.concatenate(field) for field in zip(*parts, strict=True)))
             spent = round(time.perf_counter() - began, 3)
             _save_block(file, features)
@@ -174,14 +181,14 @@ def load_features(folder: Path, max_blocks: int | None = None) -> Features:
 
 
 def _batch_features(
-    hidden_states: Callable[[Params, Array], Array], params: Params, records: Records, batch: np.ndarray
+    run: Callable[[Params, Array], tuple[Array, Array]], params: Params, records: Records, batch: np.ndarray
 ) -> Features:
     length = int(-(-records.lengths[batch].max() // LENGTH_STEP) * LENGTH_STEP)
     size = max(1, BATCH_TOKENS // length)  # short last batches are padded, not compiled anew
     tokens = np.zeros((size, length), np.int32)
     for row, index in enumerate(batch):
         tokens[row, : records.lengths[index]] = records.record(index)
-    hidden = np.asarray(hidden_states(params, jnp.asarray(tokens)).astype(jnp.bfloat16))
+    hidden = np.asarray(run(params, jnp.asarray(tokens))[0].astype(jnp.bfloat16))
     lengths = records.lengths[batch]
     return Features(
         hidden=np.concatenate([row[:count] for row, count in zip(hidden, lengths, strict=False)]),
