@@ -69,7 +69,9 @@ def test_ranks_take_one_byte(file):
 
 
 def test_the_documented_example_holds(tmp_path):
+    """The example holds its own checks; it must reach the last of them."""
     (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL)
+    assert code.count("\nassert ") == 3
     exec(compile(code, "trace_format.md", "exec"), {"path": tmp_path / "tiny.npz"})
 
 
