@@ -9,7 +9,11 @@ from entmtp_jax.errors import UserError
 EXIT_USER_ERROR = 2
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
-EXTRAS = {"tqdm": "train", "optax": "train", "orbax": "train", "torch": "test", "transformers": "test"}
+EXTRAS = {
+    **dict.fromkeys(("tqdm", "optax", "orbax"), "train"),
+    **dict.fromkeys(("torch", "transformers"), "test"),
+    "matplotlib": "plots",
+}
 
 
 def notify(line: str) -> None:

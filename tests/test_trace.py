@@ -172,6 +172,7 @@ def test_repetitions_and_differing_choices_are_marked():
 
 def test_texts_without_a_step_leave_no_position():
     text = known_texts([PROMPTS[0]])[0]
+    assert text.hidden is not None
     begun = [text._replace(tokens=text.tokens[:n], normed=text.normed[:n], hidden=text.hidden[:n]) for n in (6, 7)]
     backbone, params = tiny()
     unembed = functools.partial(backbone.unembed, params)

@@ -21,6 +21,7 @@ from entmtp_jax.calibration.trace_file import (
 )
 from entmtp_jax.commands.trace import MAX_TOP_K
 from entmtp_jax.errors import UserError
+from entmtp_jax.training.npz_files import write_npz
 
 DOCUMENT = (Path(__file__).parent.parent / "docs" / "trace_format.md").read_text(encoding="utf-8")
 HEADER = TraceHeader("tiny", "ab" * 8, "runs/own head", "mtp", "cd" * 8, "float32", 3, 10, {"command": "x", "n": 1})
@@ -94,7 +95,7 @@ def rewritten(file, *changes, **arrays):
     """The same file with some header keys or arrays changed."""
     stored = dict(np.load(file))
     words = json.dumps(json.loads(stored["header"].tobytes()) | dict(changes))
-    np.savez(file, **stored | {"header": np.frombuffer(words.encode(), np.uint8)} | arrays)
+    write_npz(file, stored | {"header": np.frombuffer(words.encode(), np.uint8)} | arrays, compress=False)
 
 
 WRONG = {

@@ -26,7 +26,7 @@ def read_texts(
       progress: called with (texts done, texts in all).
     """
     run = build_text_pass(backbone)
-    states: list[tuple[np.ndarray, np.ndarray]] = [(np.zeros((0, 0)),) * 2] * records.num_records
+    states: list[tuple[np.ndarray, np.ndarray]] = [(np.zeros((0, 0)), np.zeros((0, 0)))] * records.num_records
     done = 0
     for batch in plan_batches(records, seed=0, batch_tokens=BATCH_TOKENS):
         length = int(-(-records.lengths[batch].max() // LENGTH_STEP) * LENGTH_STEP)

@@ -57,9 +57,8 @@ class Trace(NamedTuple):
 
 def select_texts(trace: Trace, chosen: Bool[np.ndarray, " T"]) -> Trace:
     """The trace of some of the texts, in the same order."""
-    *fields, new_tokens = trace
     here = chosen[trace.text]
-    return Trace(*(field[here] for field in fields), new_tokens[chosen])
+    return Trace(*(field[here] for field in trace[:-1]), new_tokens=trace.new_tokens[chosen])
 
 
 def accepted_lengths(ranks: Int[np.ndarray, "n K"], topology: Topology) -> Int[np.ndarray, " n"]:

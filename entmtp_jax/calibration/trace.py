@@ -153,9 +153,9 @@ def look_at_roots(unembed: Callable[[Array], Array], hidden: Float[np.ndarray, "
     """What the backbone's next-token distribution is like at every hidden state."""
 
     @jax.jit
-    def one_pass(states: Float[Array, "n D"]) -> Roots:
+    def one_pass(states: Float[Array, "n D"]) -> tuple[Array, ...]:
         logits = unembed(states.astype(jnp.float32))
-        return Roots(*root_stats(logits), jnp.argmax(logits, axis=-1))
+        return *root_stats(logits), jnp.argmax(logits, axis=-1)
 
     passes = max(-(-len(hidden) // POSITIONS_PER_PASS), 1)
     padded = np.pad(hidden, ((0, passes * POSITIONS_PER_PASS - len(hidden)), (0, 0)))

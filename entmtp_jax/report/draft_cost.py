@@ -83,7 +83,7 @@ def _repeated(part: Callable[[ModelParams, DecodeState, RowInts], RowInts]) -> C
 
 def _draft(head: Head, topology: Topology, params: ModelParams, state: DecodeState, root: RowInts) -> RowInts:
     # What follows from the head's state alone would be computed once for all calls, so the state depends on the root.
-    nothing = 0.0 * root[0]
+    nothing = root[0] * jnp.zeros(())
     head_state = jax.tree.map(lambda leaf: leaf + nothing.astype(leaf.dtype), state.head)
     proposal = head.propose(params.head, params.shared, head_state, root, topology.depth)
     draft = head.complete(params.head, params.shared, head_state, root, proposal, topology)
@@ -106,7 +106,7 @@ def _advance(
 def _depend_on(root: RowInts, values: Any) -> RowInts:
     """The root, computed from all of the values: zero times their sum is not folded away for floats."""
     sums = [leaf.astype(jnp.float32).sum() for leaf in jax.tree.leaves(values)]
-    return root + (0.0 * sum(sums, jnp.float32(0))).astype(jnp.int32)
+    return root + (0.0 * sum(sums, jnp.zeros(()))).astype(jnp.int32)
 
 
 def _verify(

@@ -1,7 +1,7 @@
 """The picture of a training run: loss and held-out accuracy of every depth over the updates."""
 
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -30,7 +30,7 @@ class Curve(NamedTuple):
     top1: list[list[float]]
 
 
-def curve_of(log: Sequence[dict[str, Any]], final: Sequence[float], steps: int) -> Curve:
+def curve_of(log: Sequence[Mapping[str, Any]], final: Sequence[float], steps: int) -> Curve:
     """Sorts the lines of ``log.jsonl``.
 
     Example: lines ``{"step": 2, "loss_by_head": [3, 4]}`` and ``{"step": 5, "held_out": {"top1": [0.1, 0]}}`` of a
@@ -65,16 +65,13 @@ def draw_curve(curve: Curve, file: Path, *, title: str) -> None:
       title: of the picture.
 
     Raises:
-      UserError: matplotlib is not installed, or the file cannot be written.
+      ModuleNotFoundError: matplotlib is not installed; ``cli.run_main`` says what to do.
+      UserError: the file cannot be written.
     """
-    try:
-        from matplotlib import colormaps
-        from matplotlib.figure import Figure
-        from PIL import Image  # which matplotlib itself needs
-    except ModuleNotFoundError:
-        raise UserError(
-            "matplotlib is not installed, which draws the training curve: pip install 'entmtp_jax[plots]'"
-        ) from None
+    from matplotlib import colormaps  # here, since only the extra plots brings it
+    from matplotlib.figure import Figure
+    from PIL import Image  # which matplotlib itself needs
+
     figure = Figure(figsize=INCHES, dpi=DOTS_PER_INCH, layout="constrained")
     loss, accuracy = figure.subplots(1, 2)
     depth = max(len(curve.top1[-1]), len(curve.losses[-1]))
