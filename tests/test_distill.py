@@ -3,13 +3,18 @@ import json
 import numpy as np
 import pytest
 
+from entmtp_jax.bank import Bank
 from entmtp_jax.cli import run_main
 from entmtp_jax.commands.distill import main
+from entmtp_jax.decode import ModelParams
 from entmtp_jax.errors import UserError
+from entmtp_jax.heads.lookup import build_lookup
+from entmtp_jax.scheduler import fixed, ladder
 from entmtp_jax.testing.reference import reference_decode
 from entmtp_jax.testing.tiny import TINY_CONFIG, tiny_backbone
+from entmtp_jax.topology import autoregressive, chain, k_ary
 from entmtp_jax.training.data import load_records, read_ids
-from entmtp_jax.training.distill import DistillConfig, Question, distill, plan_batches
+from entmtp_jax.training.distill import DistillConfig, Question, Writer, distill, plan_batches
 from tests.model_folder import EOS
 
 NEW = 6
@@ -27,8 +32,18 @@ class Killed(Exception):
     """Stands for a kill: nothing in the package catches it."""
 
 
-def run(folder, questions=QUESTIONS, *, kill_after=None, settings=None):
-    backbone, params = tiny_backbone()
+PLAIN = Bank("plain", (autoregressive(),))
+DRAFTED = Bank("drafted", (autoregressive(), k_ary((2, 1)), chain(3)))
+
+
+def make_writer(bank=PLAIN, policy=None, params=None):
+    backbone, own = tiny_backbone()
+    policy = policy or fixed(0, num_topologies=len(bank.topologies))
+    return Writer(backbone, build_lookup(), ModelParams(own if params is None else params, {}), bank, policy)
+
+
+def run(folder, questions=QUESTIONS, *, writer=None, kill_after=None, settings=None):
+    writer = writer or make_writer()
     seen = []
 
     def progress(done, total):
@@ -37,7 +52,7 @@ def run(folder, questions=QUESTIONS, *, kill_after=None, settings=None):
             raise Killed
 
     try:
-        distill(backbone, params, questions, folder, CONFIG, settings=settings or {"model": "tiny"}, progress=progress)
+        distill(writer, questions, folder, CONFIG, settings=settings or {"model": "tiny"}, progress=progress)
     except Killed:
         pass
     return seen
@@ -61,6 +76,15 @@ def expected():
 
 def test_answers_are_the_plain_text_of_the_backbone(tmp_path):
     assert run(tmp_path) == [(0, 5), (2, 5), (4, 5), (5, 5)]
+    assert answers(tmp_path) == expected()
+
+
+POLICIES = {"tree": fixed(1, num_topologies=3), "switching": ladder([2, 1, 0], [2.0, 3.5], num_topologies=3, window=4)}
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+def test_drafts_do_not_change_the_answers(tmp_path, policy):
+    run(tmp_path, writer=make_writer(DRAFTED, policy))
     assert answers(tmp_path) == expected()
 
 
@@ -94,10 +118,10 @@ def test_other_settings_are_refused(tmp_path):
 
 
 def test_broken_weights_are_noticed(tmp_path):
-    backbone, params = tiny_backbone()
+    _, params = tiny_backbone()
     params = params | {"final_norm": {"scale": np.full(TINY_CONFIG.hidden_size, np.nan, np.float32)}}
     with pytest.raises(UserError, match="prompt one: the model's logits are not finite"):
-        distill(backbone, params, QUESTIONS[:2], tmp_path, CONFIG, settings={}, progress=lambda *_: None)
+        distill(make_writer(params=params), QUESTIONS[:2], tmp_path, CONFIG, settings={}, progress=lambda *_: None)
     assert not list(tmp_path.glob("*.npz"))
 
 
@@ -113,12 +137,13 @@ def write_prompts(path, questions):
 
 
 @pytest.mark.usefixtures("keep_compile_cache")
-def test_the_command_answers_a_file(tmp_path, tiny_model, capsys):
+@pytest.mark.parametrize("flags", [[], ["--heads", "lookup", "--policy", "fixed:chain3"]], ids=["plain", "drafted"])
+def test_the_command_answers_a_file(tmp_path, tiny_model, capsys, flags):
     prompts = tmp_path / "prompts.jsonl"
     write_prompts(prompts, [*QUESTIONS, Question("too long", [1] * 9)])
     arguments = ["--model", str(tiny_model), "--prompts", str(prompts), "--out", str(tmp_path / "out")]
     arguments += ["--max-new-tokens", str(NEW), "--max-prompt-tokens", "8", "--batch-size", "2"]
-    arguments += ["--cache-dir", str(tmp_path / "cache")]
+    arguments += ["--cache-dir", str(tmp_path / "cache"), *flags]
     assert main(arguments) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines[-1] == {"answered_now": 5, "answered": 5, "too_long": 1}

@@ -5,7 +5,8 @@
 
 Each line of the JSONL has at least id and prompt. Every finished batch is one shard of token ids in --out.
 Killed at any moment and started again, it goes on and ends with the same answers; further prompt files may
-be answered into the same folder. scripts/train.py reads it as --data.
+be answered into the same folder. Heads, bank, policy and batch size change only how fast that goes.
+scripts/train.py reads the folder as --data.
 """
 
 import argparse
@@ -28,7 +29,11 @@ def build_parser(prog: str = "distill.py") -> argparse.ArgumentParser:
     add("--no-chat", action="store_true", help="give the prompts as they are, without the chat template")
     add("--max-prompt-tokens", type=int, default=256, metavar="N", help="leave out longer prompts (%(default)s)")
     add("--max-new-tokens", type=int, default=192, metavar="N", help="cut answers there (%(default)s)")
-    add("--batch-size", type=int, default=16, metavar="B", help="prompts answered together (%(default)s)")
+    add("--batch-size", type=int, default=8, metavar="B", help="prompts answered together (%(default)s)")
+    add("--heads", help="what drafts, as for decode.py (hybrid where heads are shipped for the model, else lookup)")
+    add("--bank", metavar="FILE", help="bank of topologies: a file or a name below trees/")
+    policy = "entropy, fixed:<topology> or ar (ar on a CPU, which the rows of a batch fill already; else entropy)"
+    add("--policy", help=policy)
     add("--cache-dir", help="folder of the fetched model and the compiled programs")
     return parser
 

@@ -3,20 +3,20 @@
 import argparse
 import hashlib
 import json
-import sys
 
 import jax
-import jax.numpy as jnp
 from tqdm import tqdm
 
-from entmtp_jax.backbone.transformer import build_backbone
-from entmtp_jax.checkpoints import load_backbone
-from entmtp_jax.checkpoints.fingerprint import fingerprint
+from entmtp_jax.assemble import Model, load_draft, load_model, make_policy
+from entmtp_jax.bank import bank_of
+from entmtp_jax.cli import notify
+from entmtp_jax.decode import ModelParams
 from entmtp_jax.errors import UserError
-from entmtp_jax.hub import cache_folder, enable_compile_cache, resolve_model
+from entmtp_jax.hub import cache_folder, enable_compile_cache
 from entmtp_jax.prompts import Prompt, read_prompts
-from entmtp_jax.text import Text, load_text
-from entmtp_jax.training.distill import DistillConfig, Question, distill
+from entmtp_jax.text import Text
+from entmtp_jax.topology import autoregressive
+from entmtp_jax.training.distill import DistillConfig, Question, Writer, distill
 
 
 def ask(args: argparse.Namespace, text: Text, prompts: list[Prompt]) -> list[Question]:
@@ -35,19 +35,32 @@ def ask(args: argparse.Namespace, text: Text, prompts: list[Prompt]) -> list[Que
     return kept
 
 
+def default_policy() -> str:
+    """The policy unless told: a batch's own rows already fill a CPU, so drafts would only cost there."""
+    return "ar" if jax.default_backend() == "cpu" else "entropy"
+
+
+def load_writer(args: argparse.Namespace, model: Model) -> Writer:
+    """The model with the heads, the bank and the policy that the flags ask for."""
+    name = args.policy or default_policy()
+    # Plain decoding needs nothing that drafts, and a bank of nothing else compiles faster.
+    wanted = ("lookup", bank_of(autoregressive())) if name == "ar" else (args.heads, args.bank)
+    draft = load_draft(model, *wanted, notify=notify)
+    policy = make_policy(name, draft.bank, dtype=model.dtype, batch=args.batch_size, notify=notify)
+    return Writer(model.backbone, draft.head, ModelParams(model.params, draft.params), draft.bank, policy)
+
+
 def run(args: argparse.Namespace) -> int:
     """Answers what is not answered yet and prints how much that was."""
     prompts = read_prompts(args.prompts)
     cache = cache_folder(args.cache_dir)
     enable_compile_cache(cache)
-    source = resolve_model(args.model, cache, lambda line: tqdm.write(line, file=sys.stderr))
-    text = load_text(source)
-    questions = ask(args, text, prompts)
-    config, params = load_backbone(source, "float32")
-    eos_ids = tuple(sorted({*config.eos_ids, *text.eos_ids}))
+    model = load_model(args.model, dtype="float32", cache=cache, notify=notify)
+    questions = ask(args, model.text, prompts)
+    writer = load_writer(args, model)
     settings = {
-        "fingerprint": fingerprint(source),
-        "template": None if args.no_chat else hashlib.sha256((text.template or "").encode()).hexdigest()[:16],
+        "fingerprint": model.fingerprint,
+        "template": None if args.no_chat else hashlib.sha256((model.text.template or "").encode()).hexdigest()[:16],
         "system": args.system,
     }
     with tqdm(desc="answers", unit="prompt", disable=None) as bar:
@@ -58,14 +71,7 @@ def run(args: argparse.Namespace) -> int:
             if bar.disable:
                 print(json.dumps({"answered": done, "of": total}), flush=True)
 
-        new = distill(
-            build_backbone(config),
-            jax.tree.map(jnp.asarray, params),
-            questions,
-            args.out,
-            DistillConfig(eos_ids=eos_ids, max_new_tokens=args.max_new_tokens, batch=args.batch_size),
-            settings=settings,
-            progress=progress,
-        )
+        config = DistillConfig(model.config.eos_ids, max_new_tokens=args.max_new_tokens, batch=args.batch_size)
+        new = distill(writer, questions, args.out, config, settings=settings, progress=progress)
     print(json.dumps({"answered_now": new, "answered": len(questions), "too_long": len(prompts) - len(questions)}))
     return 0

@@ -10,17 +10,15 @@ from pathlib import Path
 from typing import NamedTuple
 
 from entmtp_jax.backbone.transformer import Backbone
-from entmtp_jax.bank import bank_of
+from entmtp_jax.bank import Bank
 from entmtp_jax.decode import DecodeConfig, ModelParams, build_decoder
 from entmtp_jax.errors import UserError
 from entmtp_jax.generation import Completion, generate
-from entmtp_jax.heads.lookup import build_lookup
-from entmtp_jax.scheduler import fixed
+from entmtp_jax.heads.interface import Head
+from entmtp_jax.scheduler import Policy
 from entmtp_jax.state import Request
-from entmtp_jax.topology import autoregressive
 from entmtp_jax.training.data import from_sequences, read_ids, save_records
 from entmtp_jax.training.settings import check_settings
-from entmtp_jax.types import Params
 
 SETTINGS_FILE = "distill.json"
 SHARDS = "shard_*.npz"
@@ -36,6 +34,24 @@ class Question(NamedTuple):
 
     id: str
     tokens: Sequence[int]
+
+
+class Writer(NamedTuple):
+    """What writes the answers; heads, bank and policy decide how fast, never what.
+
+    Attributes:
+      backbone: whose answers they are.
+      head: drafts.
+      params: of both.
+      bank: topologies of the drafts.
+      policy: picks among them.
+    """
+
+    backbone: Backbone
+    head: Head
+    params: ModelParams
+    bank: Bank
+    policy: Policy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,8 +85,7 @@ def plan_batches(questions: Sequence[Question], size: int) -> list[list[Question
 
 
 def distill(
-    backbone: Backbone,
-    params: Params,
+    writer: Writer,
     questions: Sequence[Question],
     folder: Path,
     config: DistillConfig,
@@ -80,11 +95,8 @@ def distill(
 ) -> int:
     """Answers every question that no shard in ``folder`` answers yet.
 
-    Plain decoding: in a batch the rows already fill the machine, so drafts would only cost.
-
     Args:
-      backbone: writes the answers.
-      params: its parameters.
+      writer: of the answers.
       questions: with distinct ids.
       folder: of the shards.
       config: how to answer.
@@ -106,7 +118,7 @@ def distill(
     progress(count, len(questions))
     if count == len(questions):
         return 0
-    answer = _build_answer(backbone, params, questions, config)
+    answer = _build_answer(writer, questions, config)
     number = 1 + max((int(shard.stem.removeprefix("shard_")) for shard in shards), default=-1)
     for batch in plan_batches(questions, config.batch):
         missing = [question for question in batch if question.id not in done]
@@ -122,19 +134,16 @@ def distill(
 
 
 def _build_answer(
-    backbone: Backbone, params: Params, questions: Sequence[Question], config: DistillConfig
+    writer: Writer, questions: Sequence[Question], config: DistillConfig
 ) -> Callable[[Sequence[Question]], list[Completion]]:
     """Answers one batch; one program serves all of them."""
     capacity = max(len(question.tokens) for question in questions) + config.max_new_tokens
-    head, bank = build_lookup(), bank_of(autoregressive())
     shape = DecodeConfig(batch=config.batch, capacity=capacity, chunk=config.chunk)
-    decoder = build_decoder(backbone, head, bank, shape)
-    both = ModelParams(backbone=params, head={})
-    policy = fixed(0, num_topologies=1)
+    decoder = build_decoder(writer.backbone, writer.head, writer.bank, shape)
 
     def answer(batch: Sequence[Question]) -> list[Completion]:
         requests = [Request(question.tokens, config.max_new_tokens, config.eos_ids) for question in batch]
-        completions = generate(decoder, both, requests, policy).completions
+        completions = generate(decoder, writer.params, requests, writer.policy).completions
         for question, completion in zip(batch, completions, strict=True):
             if completion.finish_reason == "nonfinite":
                 raise UserError(f"prompt {question.id}: the model's logits are not finite; are its weights damaged?")
