@@ -106,6 +106,14 @@ def test_the_card_tells_what_the_files_of_the_run_tell(runs, tmp_path, kind, cap
     assert "not recorded" not in card
 
 
+def test_the_card_names_the_heads_that_a_run_began_with(copied):
+    change(copied / "run.json", start={"weights_sha256": "0123456789abcdef" * 4})
+    assert script.main([str(copied)]) == 0
+    card = (copied / "head" / "card.md").read_text()
+    assert "begun from trained heads (weights 0123456789ab), 6 updates" in dict(read_table(card, ""))["Training"]
+    assert dict(read_table(card, "setting"))["`start.weights_sha256`"] == "0123456789abcdef" * 4
+
+
 def test_without_out_the_run_itself_is_described(copied):
     assert script.main([str(copied)]) == 0
     assert (copied / "head" / "card.md").is_file() and png_size(copied / "curve.png")

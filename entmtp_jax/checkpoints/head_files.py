@@ -14,7 +14,7 @@ import dataclasses
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -151,6 +151,34 @@ def read_head_info(folder: Path) -> HeadInfo:
     )
 
 
+class StoredHead(NamedTuple):
+    """Trained heads as their folder holds them.
+
+    Attributes:
+      info: what ``config.json`` says.
+      params: as the kind's ``init`` makes them, in float32.
+      draft_ids: ``[scored]`` ids, or None where the heads score the whole vocabulary.
+    """
+
+    info: HeadInfo
+    params: Params
+    draft_ids: np.ndarray | None
+
+
+def read_head(folder: Path, backbone_config: BackboneConfig) -> StoredHead:
+    """Reads trained heads to be trained further.
+
+    Args:
+      folder: from ``save_head``.
+      backbone_config: of the backbone that they are for.
+
+    Raises:
+      UserError: as ``load_head`` does.
+    """
+    info, tensors, draft_ids = _read_folder(folder, backbone_config)
+    return StoredHead(info, _as_params(info, backbone_config, tensors, jnp.float32), draft_ids)
+
+
 def load_head(
     folder: Path,
     backbone_config: BackboneConfig,
@@ -180,19 +208,30 @@ def load_head(
       UserError: heads of another backbone shape or of an unknown kind; a tensor that is missing, extra,
         misshapen or not finite; a damaged file.
     """
-    info = read_head_info(folder)
-    _check_backbone(info, backbone_config, folder)
-    tensors = _read_tensors(folder / WEIGHTS_FILE, info, backbone_config)
-    draft_ids = tensors.pop(DRAFT_IDS, None)
+    info, tensors, draft_ids = _read_folder(folder, backbone_config)
     matrices = jnp.dtype(dtype or shared.output.dtype)
-    expected = expected_params(info.shape, backbone_config)
-    leaves = [jnp.asarray(tensors[n], jnp.float32 if _keeps_float32(n) else matrices) for n in flat_names(expected)]
     kind = KINDS[info.kind]
-    params = kind.prepare(info.shape, jax.tree.unflatten(jax.tree.structure(expected), leaves), draft_ids, shared)
+    params = kind.prepare(info.shape, _as_params(info, backbone_config, tensors, matrices), draft_ids, shared)
     if "output" in params:
         params["output"] = params["output"].astype(matrices)
     top_k = min(top_k, info.shape.num_scored)
     return kind.build(info.shape, backbone_config, top_k=top_k, linear=linear, attend=attend), params
+
+
+def _read_folder(folder: Path, backbone: BackboneConfig) -> tuple[HeadInfo, dict[str, np.ndarray], np.ndarray | None]:
+    """What the config says, the checked tensors by name, and the ids of the draft vocabulary if there is one."""
+    info = read_head_info(folder)
+    _check_backbone(info, backbone, folder)
+    tensors = _read_tensors(folder / WEIGHTS_FILE, info, backbone)
+    return info, tensors, tensors.pop(DRAFT_IDS, None)
+
+
+def _as_params(
+    info: HeadInfo, backbone: BackboneConfig, tensors: Mapping[str, np.ndarray], matrices: DTypeLike
+) -> Params:
+    expected = expected_params(info.shape, backbone)
+    leaves = [jnp.asarray(tensors[n], jnp.float32 if _keeps_float32(n) else matrices) for n in flat_names(expected)]
+    return jax.tree.unflatten(jax.tree.structure(expected), leaves)
 
 
 def _keeps_float32(name: str) -> bool:

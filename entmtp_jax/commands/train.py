@@ -5,9 +5,9 @@
 
 The backbone runs once over the data and its hidden states stay on disk (--features); then only the heads
 are trained. Killed at any moment and started again with the same command, it goes on and ends with the
-same heads. The run's folder gets log.jsonl, the checkpoints and, at the end, head/ (config.json,
-heads.safetensors, provenance.json), which scripts/decode.py takes as --heads. Without a terminal every
-log line is also printed as JSON.
+same heads; --start trains finished heads further, on other data. The run's folder gets log.jsonl, the
+checkpoints and, at the end, head/ (config.json, heads.safetensors, provenance.json), which
+scripts/decode.py takes as --heads. Without a terminal every log line is also printed as JSON.
 """
 
 import argparse
@@ -38,15 +38,22 @@ def build_parser(prog: str = "train.py") -> argparse.ArgumentParser:
     return parser
 
 
+def _count_or_folder(text: str) -> int | Path:
+    return int(text) if text.isdecimal() else Path(text)
+
+
 def _add_heads(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--heads", choices=HEADS, default="medusa", help="kind (%(default)s)")
     add("--num-heads", type=int, metavar="K", help="tokens that are guessed ahead (4; mtp: up to 7)")
     add("--num-layers", type=int, help="medusa: residual blocks per head (1); hydra: layers of its MLPs (4)")
     add("--num-modules", type=int, default=1, help="mtp: 1 module applied again and again, or up to K (%(default)s)")
+    start = "begin with the parameters of these heads, trained before with the same flags (fresh ones)"
+    add("--start", type=Path, metavar="DIR", help=start)
     add("--own-output", action="store_true", help="medusa: give each head an output matrix of its own")
     vocab = group.add_mutually_exclusive_group()
-    vocab.add_argument("--draft-vocab", type=int, metavar="N", help="ids that the heads score; 0 for all")
+    ids = "ids that the heads score: how many, 0 for all, or a folder of heads for the same ids as theirs"
+    vocab.add_argument("--draft-vocab", type=_count_or_folder, metavar="N|DIR", help=ids)
     share = "or: as many ids as cover this share of the held-out tokens (%(default)s)"
     vocab.add_argument("--draft-coverage", type=float, metavar="SHARE", default=0.95, help=share)
 

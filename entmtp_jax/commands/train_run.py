@@ -16,7 +16,7 @@ from tqdm import tqdm
 from entmtp_jax.backbone.transformer import build_backbone, output_matrix
 from entmtp_jax.checkpoints import load_backbone
 from entmtp_jax.checkpoints.fingerprint import fingerprint
-from entmtp_jax.checkpoints.head_files import save_head
+from entmtp_jax.checkpoints.head_files import read_head, save_head
 from entmtp_jax.commands.train_problems import PROBLEMS, Setting
 from entmtp_jax.config import BackboneConfig
 from entmtp_jax.errors import UserError
@@ -31,7 +31,13 @@ from entmtp_jax.training.data import (
     usable,
 )
 from entmtp_jax.training.draft_vocab import response_tokens
-from entmtp_jax.training.examples import DraftVocab, choose_draft_vocab, held_out_records, records_digest
+from entmtp_jax.training.examples import (
+    DraftVocab,
+    choose_draft_vocab,
+    held_out_records,
+    records_digest,
+    take_draft_vocab,
+)
 from entmtp_jax.training.features import backbone_pace, extract_features, load_features
 from entmtp_jax.training.head_run import Constants, Problem, Recipe, Trained, train_heads
 from entmtp_jax.training.json_lines import read_json_lines
@@ -39,6 +45,7 @@ from entmtp_jax.training.loop import LoopConfig
 from entmtp_jax.training.provenance import collect_provenance
 from entmtp_jax.training.settings import LOG_FILE, RUN_FILE, Subject, check_subject
 from entmtp_jax.training.throughput import measure_throughput
+from entmtp_jax.training.warm_start import start_from
 from entmtp_jax.types import Params
 
 FEATURE_SEED = 0  # of the order of the blocks; apart from --seed, so that runs share the features
@@ -57,6 +64,8 @@ def run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     parts = load_data(args)
     setting = prepare(args, source, subject, parts)
     problem = PROBLEMS[args.heads](args, setting)
+    if args.start is not None:
+        problem = start_from(problem, args.start, setting.config, setting.vocab.ids)
     recipe = plan(args, problem)
     trained = train(args, problem, recipe, setting, subject)
     result = {"steps": recipe.loop.steps, "held_out": trained.held_out._asdict()}
@@ -93,14 +102,7 @@ def prepare(args: argparse.Namespace, source: Path, subject: Subject, parts: dic
         check_vocabulary(part, config.vocab_size, where=path, model=subject.backbone)
     params = jax.tree.map(jnp.asarray, params)
     mark = f"{subject.fingerprint}-{records_digest(records)}"
-    vocab = choose_draft_vocab(
-        records,
-        held,
-        vocab_size=config.vocab_size,
-        eos_ids=config.eos_ids,
-        size=args.draft_vocab,
-        coverage=None if args.draft_vocab is not None else args.draft_coverage,
-    )
+    vocab = choose_vocab(args, config, records, held)
     print(json.dumps({"draft_vocab_size": len(vocab.ids), "coverage_by_size": coverage_by_size(vocab)}), flush=True)
     folder = features_folder(args)
     store_features(config, params, records, folder, mark, args.feature_blocks)
@@ -109,6 +111,24 @@ def prepare(args: argparse.Namespace, source: Path, subject: Subject, parts: dic
     rows = jnp.take(output_matrix(params), vocab.ids, axis=0)
     constants = Constants(rows, params["embed"]["embedding"])
     return Setting(config, constants, records, held, vocab, features, f"{mark}-{len(features.record)}")
+
+
+def choose_vocab(args: argparse.Namespace, config: BackboneConfig, records: Records, held: np.ndarray) -> DraftVocab:
+    """The scored ids: those of other heads, or as many of the most frequent ones as the flags ask for."""
+    size = args.draft_vocab
+    if isinstance(size, Path):
+        ids = read_head(size, config).draft_ids
+        if ids is not None:
+            return take_draft_vocab(records, held, ids)
+        size = 0
+    return choose_draft_vocab(
+        records,
+        held,
+        vocab_size=config.vocab_size,
+        eos_ids=config.eos_ids,
+        size=size,
+        coverage=None if size is not None else args.draft_coverage,
+    )
 
 
 def features_folder(args: argparse.Namespace) -> Path:

@@ -144,13 +144,13 @@ def accuracy_table(held_out: Mapping[str, Any]) -> str:
 
 
 def flat_settings(recipe: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Settings of ``run.json`` by dotted name, without the shape and the subject, which stand elsewhere.
+    """Settings of ``run.json`` by dotted name, without the shape and the subject, which stand elsewhere, or unset ones.
 
     Example: ``{"loss": {"weights": [1.0, 0.8]}, "batch": 8}`` gives ``loss.weights`` 1, 0.8 and ``batch`` 8.
     """
     found: list[tuple[str, str]] = []
     for name, value in recipe.items():
-        if name in ("shape", "subject"):
+        if name in ("shape", "subject") or value is None:
             continue
         if isinstance(value, Mapping):
             found += [(f"{name}.{inner}", text) for inner, text in flat_settings(value)]
@@ -223,8 +223,10 @@ def _training_words(facts: CardFacts) -> str:
     length = recipe.get("row_length")
     things = f"rows of {length:,} places" if length else "positions"
     per_update = recipe["batch"] * recipe["accumulate"]
+    start = recipe.get("start")
+    begun = f"begun from trained heads (weights {start['weights_sha256'][:12]}), " if start else ""
     return (
-        f"frozen backbone, {steps:,} updates of {per_update:,} {things} out of {examples:,}, "
+        f"frozen backbone, {begun}{steps:,} updates of {per_update:,} {things} out of {examples:,}, "
         f"{steps * per_update / examples:.1f} passes over the data; AdamW, peak rate {recipe['learning_rate']:g} after "
         f"warm-up, cosine, weight decay {recipe['weight_decay']:g}"
     )

@@ -18,6 +18,7 @@ from entmtp_jax.training.draft_vocab import (
     to_columns,
 )
 from entmtp_jax.training.features import Features, draft_targets, response_positions
+from entmtp_jax.types import Int
 
 HELD_OUT_EVERY = 20
 
@@ -105,6 +106,20 @@ def choose_draft_vocab(
         raise UserError(f"a draft vocabulary of {size} ids, but the model has {vocab_size}; choose fewer")
     sweep = sweep_coverage(ranked, num_seen, examined)
     return DraftVocab(ids=ranked[: size or vocab_size], is_whole=size in (0, vocab_size), sweep=sweep)
+
+
+def take_draft_vocab(records: Records, held: np.ndarray, ids: Int[np.ndarray, " X"]) -> DraftVocab:
+    """The draft vocabulary of other heads, and how well it covers these records.
+
+    Args:
+      records: all records.
+      held: from ``held_out_records``.
+      ids: most frequent first, a part of the vocabulary.
+    """
+    examined = response_tokens(select(records, np.flatnonzero(held)))
+    others = np.setdiff1d(np.arange(max(examined.max(initial=0), ids.max()) + 1), ids)
+    sweep = sweep_coverage(np.concatenate([ids, others]), len(ids), examined)
+    return DraftVocab(ids=ids.astype(np.int32), is_whole=False, sweep=sweep)
 
 
 def make_examples(

@@ -121,7 +121,8 @@ def train_heads(
             f"cannot sample {recipe.sampled_rare} rare ids: the heads score {num_scored} ids, of which "
             f"the first {NUM_FREQUENT} are never sampled; use 0 for the full softmax"
         )
-    described = {"shape": dataclasses.asdict(problem.shape), **problem.settings, **dataclasses.asdict(recipe)}
+    shape = {"shape": dataclasses.asdict(problem.shape), "start": None}  # fresh parameters, unless the settings tell
+    described = shape | problem.settings | dataclasses.asdict(recipe)
     _claim(folder, subject, described | {"data": data})
     optimizer = build_optimizer(recipe.learning_rate, recipe.loop.steps, recipe.weight_decay)
     gradient, apply = build_gradient(problem), build_update(optimizer)
