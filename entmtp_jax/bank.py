@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,13 +158,24 @@ class Bank:
             raise UserError(f"bank {self.name!r} has no topology of at most {max_rows} rows; allow {narrowest} or more")
         names = {topology.name for topology in kept}
         widest = max(kept, key=lambda topology: topology.num_rows).name
-        fits = tuple(
+        mended = tuple(
             dataclasses.replace(
-                fit,
-                topology_by_bin=tuple(name if name in names else widest for name in fit.topology_by_bin),
-                step_ms=tuple((name, cost) for name, cost in fit.step_ms if name in names | {_PLAIN}),
+                fit, topology_by_bin=tuple(name if name in names else widest for name in fit.topology_by_bin)
             )
             for fit in self.calibrations
+        )
+        return dataclasses.replace(self, calibrations=mended).select(
+            [index for index, topology in enumerate(self.topologies) if topology.name in names]
+        )
+
+    def select(self, indices: Sequence[int]) -> Bank:
+        """The bank of some of its topologies, in this order; calibrations that name others are left out."""
+        kept = tuple(self.topologies[index] for index in indices)
+        names = {topology.name for topology in kept}
+        fits = tuple(
+            dataclasses.replace(fit, step_ms=tuple(pair for pair in fit.step_ms if pair[0] in names | {_PLAIN}))
+            for fit in self.calibrations
+            if names.issuperset(fit.topology_by_bin)
         )
         expected = {name: value for name, value in self.expected_accepted.items() if name in names}
         return dataclasses.replace(self, topologies=kept, calibrations=fits, expected_accepted=expected)

@@ -135,6 +135,33 @@ def force(policy: Policy, indices: Sequence[int]) -> Policy:
     return policy._replace(forced=policy.forced.at[: len(indices)].set(jnp.asarray(indices, jnp.int32)))
 
 
+def reachable(policy: Policy) -> list[int]:
+    """Indices of the topologies that a policy can name, and of the first, which every text starts from."""
+    forced = np.asarray(policy.forced)
+    return sorted({0, *np.unique(policy.table).tolist(), *np.unique(forced[forced != UNFORCED]).tolist()})
+
+
+def renumber(policy: Policy, kept: Sequence[int]) -> Policy:
+    """The same policy for a bank of which only some topologies are left.
+
+    Example: of four topologies 0, 2 and 3 are kept; then index 2 becomes 1, and 3 becomes 2.
+
+    Args:
+      policy: for the whole bank.
+      kept: indices there, ascending; all that are ``reachable``.
+
+    Raises:
+      UserError: the policy can name a topology that is not kept.
+    """
+    if missing := set(reachable(policy)) - set(kept):
+        raise UserError(f"the policy can choose topology {min(missing)}, which is not kept")
+    table, forced = np.asarray(policy.table)[list(kept)], np.asarray(policy.forced)
+    forced = np.where(forced == UNFORCED, UNFORCED, np.searchsorted(kept, forced))
+    return policy._replace(
+        table=jnp.asarray(np.searchsorted(kept, table), jnp.int32), forced=jnp.asarray(forced, jnp.int32)
+    )
+
+
 def choose(
     policy: Policy, signals: Float[Array, "B Q"], previous: RowInts, steps: RowInts, live: RowBools
 ) -> Int[Array, ""]:

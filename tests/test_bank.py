@@ -72,6 +72,15 @@ def test_restrict_drops_wide_topologies_and_mends_the_tables():
     assert BANK.restrict(10) == BANK
 
 
+def test_selecting_keeps_the_calibrations_that_still_make_sense():
+    some = BANK.select([0, 1])
+    assert [topology.name for topology in some.topologies] == ["ar", "chain7"]
+    assert [fit.batch for fit in some.calibrations] == [8]  # the other one names kary3x2
+    assert some.calibrations[0].step_ms == (("ar", 35.0), ("chain7", 70.5))
+    assert some.expected_accepted == {"chain7": 1.5}
+    assert BANK.select([0, 1, 2, 3]) == BANK
+
+
 def test_restrict_below_the_narrowest_is_refused():
     with pytest.raises(UserError, match="no topology of at most 7 rows; allow 8 or more"):
         bank_of(chain(7)).restrict(7)

@@ -6,7 +6,7 @@ import pytest
 
 from entmtp_jax.entropy import corrected, empty_average, entropy_nats, update_average
 from entmtp_jax.errors import UserError
-from entmtp_jax.scheduler import NUM_SIGNALS, Signal, choose, fixed, force, hysteresis, ladder
+from entmtp_jax.scheduler import NUM_SIGNALS, Signal, choose, fixed, force, hysteresis, ladder, reachable, renumber
 
 LIVE = jnp.asarray([True])
 
@@ -95,3 +95,35 @@ def test_live_rows_vote_by_their_mean_and_finished_rows_do_not():
 def test_impossible_policies_are_refused(make, message):
     with pytest.raises(UserError, match=message):
         make()
+
+
+POLICIES = {
+    "fixed": fixed(3, num_topologies=5),
+    "ladder": ladder([4, 1, 1], [0.5, 1.5], num_topologies=5),
+    "hysteresis": hysteresis([[2, 0, 0]] * 2 + [[2, 2, 0]] * 3, [1.0, 2.0]),
+    "forced": force(fixed(1, num_topologies=5), [4, 0, 4]),
+}
+
+
+@pytest.mark.parametrize(("name", "expected"), [("fixed", [0, 3]), ("ladder", [0, 1, 4]), ("hysteresis", [0, 2])])
+def test_what_a_policy_can_choose(name, expected):
+    assert reachable(POLICIES[name]) == expected
+    assert reachable(POLICIES["forced"]) == [0, 1, 4]
+
+
+@pytest.mark.parametrize("policy", POLICIES.values(), ids=POLICIES.keys())
+@pytest.mark.parametrize("extra", [set(), {1, 2}], ids=["needed", "more"])
+def test_a_policy_for_fewer_topologies_chooses_the_same_ones(policy, extra):
+    kept = sorted({*reachable(policy), *extra})
+    narrow = renumber(policy, kept)
+    assert narrow.table.shape[0] == len(kept)
+    for place, previous in enumerate(kept):
+        for value in (0.0, 0.7, 1.2, 1.7, 3.0):
+            for step in (0, 1, 2, 5):
+                wide = pick(policy, value, previous=previous, step=step)
+                assert kept[pick(narrow, value, previous=place, step=step)] == wide
+
+
+def test_what_a_policy_can_choose_must_be_kept():
+    with pytest.raises(UserError, match="can choose topology 3, which is not kept"):
+        renumber(POLICIES["fixed"], [0, 1])

@@ -25,7 +25,7 @@ from entmtp_jax.json_files import write_json
 from entmtp_jax.prompts import Prompt
 from entmtp_jax.report.parity import Parity, compare, margin_function
 from entmtp_jax.report.stats import Stats, acceptance_by_depth, completion_stats
-from entmtp_jax.scheduler import Policy, fixed
+from entmtp_jax.scheduler import Policy, fixed, reachable, renumber
 from entmtp_jax.state import Request
 from entmtp_jax.text import StreamDecoder, Text
 
@@ -85,10 +85,13 @@ def _encode(arguments: argparse.Namespace, model: Model, prompt: Prompt) -> list
 
 def _set_up(arguments: argparse.Namespace, model: Model, requests: Sequence[Request]) -> Setup:
     draft = load_draft(model, arguments.heads, arguments.bank, notify=notify)
+    policy = make_policy(arguments.policy, draft.bank, dtype=arguments.dtype, batch=arguments.batch_size, notify=notify)
+    # What the policy cannot choose need not be compiled; plain decoding is what texts and steps are compared with.
+    kept = sorted({*reachable(policy), draft.bank.index("ar")})
+    draft, policy = draft._replace(bank=draft.bank.select(kept)), renumber(policy, kept)
     capacity = arguments.capacity or _capacity(model, requests)
     config = DecodeConfig(batch=arguments.batch_size, capacity=capacity)
     decoder = build_decoder(model.backbone, draft.head, draft.bank, config)
-    policy = make_policy(arguments.policy, draft.bank, dtype=arguments.dtype, batch=arguments.batch_size, notify=notify)
     params = ModelParams(model.params, draft.params)
     for request in requests:
         decoder.start([request] + [None] * (config.batch - 1))  # refuses what does not fit before anything compiles

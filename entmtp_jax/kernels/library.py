@@ -37,6 +37,7 @@ class KernelLibrary:
       symbol: of the handler that the file defines.
       target: name under which XLA calls it.
       reason: why the kernel cannot be used, in one line; empty if it can.
+      library: name of the shared library in use, which tells source, compiler and processor apart; empty before.
     """
 
     def __init__(self, name: str, *, symbol: str) -> None:
@@ -44,6 +45,7 @@ class KernelLibrary:
         self.symbol = symbol
         self.target = f"entmtp_{name}"
         self.reason = "build() has not been called"
+        self.library = ""
         self._lock = threading.Lock()
 
     def build(self, cache: Path) -> bool:
@@ -62,8 +64,9 @@ class KernelLibrary:
             if self.reason:
                 try:
                     source = Path(__file__).with_name(f"{self.name}.cc")
-                    _register(_compiled_library(source, cache), self.symbol, self.target)
-                    self.reason = ""
+                    library = _compiled_library(source, cache)
+                    _register(library, self.symbol, self.target)
+                    self.reason, self.library = "", library.name
                 except (BuildError, OSError, subprocess.SubprocessError, jax.errors.JaxRuntimeError) as error:
                     self.reason = " ".join(str(error).split())
             return not self.reason
