@@ -64,6 +64,7 @@ def test_json_stats_and_parity(decode, tmp_path):
         assert stats["new_tokens"] == len(expected.tokens)
         assert sum(stats["topology_steps"].values()) == stats["steps"] == sum(stats["accepted_histogram"])
         assert row["parity"] == {"equal": True, "first_difference": None, "margin": None}
+    assert set(document["results"][0]["stats"]["topology_steps"]) <= set(document["config"]["topologies"])
     assert document["compile_s"] > 0 and document["config"]["policy"] == "entropy" and "jax" in document["versions"]
     assert "tokens per step, break-even" in err and err.count("equal to plain decoding") == 2
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"], "no temporary file stays"

@@ -233,6 +233,7 @@ def _document(setup: Setup, results: Sequence[Result]) -> dict[str, Any]:
         | {
             "heads": setup.draft.name,
             "bank": setup.draft.bank.name,
+            "topologies": [topology.name for topology in setup.draft.bank.topologies],  # those that were compiled
             "capacity": setup.decoder.config.capacity,
             "arithmetic": setup.model.arithmetic,
             "device": device_name(),
