@@ -23,7 +23,7 @@ BACKBONES = {"smollm2-135m-instruct": BackboneConfig(49152, 576, 1536, 30, 9, 3,
 
 
 def test_the_default_model_has_these_heads():
-    assert NAMES == [f"smollm2-135m-instruct/heads/{kind}" for kind in ("medusa", "mtp")]
+    assert NAMES == [f"smollm2-135m-instruct/heads/{kind}" for kind in ("hydra", "medusa", "mtp")]
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=NAMES)
@@ -68,4 +68,4 @@ def test_card_and_provenance_agree(folder):
     assert f"{provenance['result']['steps']:,} updates" in card
     for share in provenance["result"]["held_out"]["top1"]:
         assert f"{100 * share:.1f} %" in card
-    assert (folder / "heads.safetensors").stat().st_size < 20e6
+    assert (folder / "heads.safetensors").stat().st_size < 30e6  # four Hydra heads of four layers take 28 MB
