@@ -30,7 +30,8 @@ def test_the_default_model_has_these_heads():
 def test_heads_load_and_fit_their_bank(folder):
     head, params = load(folder)
     kind = read_head_info(folder).kind
-    assert head.name == kind == folder.name
+    assert kind == folder.name
+    assert head.name == {"hydra": "hydra++"}.get(kind, kind)  # the shipped one has a prefix layer
     if kind == "medusa":
         assert params["blocks"]["kernel"].shape[0] == head.max_depth
     if kind == "mtp":

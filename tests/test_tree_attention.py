@@ -22,7 +22,11 @@ def attend(tmp_path_factory):
     cache = tmp_path_factory.mktemp("attention_kernel")
     if not tree_attention.KERNEL.build(cache):
         pytest.skip(f"no kernel here: {tree_attention.KERNEL.reason}")
-    return lambda *arguments: tree_attention.attend(*map(jnp.asarray, arguments))
+    return attend_arrays
+
+
+def attend_arrays(*arguments) -> jax.Array:
+    return tree_attention.attend(*map(jnp.asarray, arguments))
 
 
 def normal(rng: np.random.Generator, *shape: int) -> np.ndarray:

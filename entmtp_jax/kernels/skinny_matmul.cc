@@ -45,13 +45,13 @@ void Tile(const float* x, const W* w, float* y, Size depth, Size num_out, Prefet
     for (int o = 0; o < kOuts; o++) {
       const WideVector ws = Load<WideVector>(w + o * depth + k);
 #pragma GCC unroll 4
-      for (int t = 0; t < kRows; t++) acc[o][t] += ws * xs[t];
+      for (int t = 0; t < kRows; t++) acc[o][t] = MultiplyAdd(ws, xs[t], acc[o][t]);
     }
   }
   const Size rest = depth - k;
   for (int o = 0; rest > 0 && o < kOuts; o++) {
     const auto part = [=](const auto* p) { return LoadPart<WideVector>(p + k, rest); };
-    for (int t = 0; t < kRows; t++) acc[o][t] += part(w + o * depth) * part(x + t * depth);
+    for (int t = 0; t < kRows; t++) acc[o][t] = MultiplyAdd(part(w + o * depth), part(x + t * depth), acc[o][t]);
   }
   for (int t = 0; t < kRows; t++) {
     for (int o = 0; o < kOuts; o++) y[t * num_out + o] = SumLanes(acc[o][t]);

@@ -48,7 +48,7 @@ void ScoreTile(Rows q, const Sequence<K>& keys, Size begin, Size end, Rows score
       for (int j = 0; j < kTileKeys; j++) {
         const Vector ks = load(k[j] + c);
 #pragma GCC unroll 4
-        for (int t = 0; t < kRows; t++) acc[t][j] += qs[t] * ks;
+        for (int t = 0; t < kRows; t++) acc[t][j] = MultiplyAdd(qs[t], ks, acc[t][j]);
       }
     };
     Size c = 0;
@@ -71,7 +71,7 @@ void MixTile(Rows weights, const Sequence<K>& values, Size begin, Size end, Size
     for (int i = 0; i < kVectors; i++) {
       const Vector vs = load(v + i * kLanes);
 #pragma GCC unroll 4
-      for (int t = 0; t < kRows; t++) acc[t][i] += weights[t][n] * vs;
+      for (int t = 0; t < kRows; t++) acc[t][i] = MultiplyAdd(Vector{} + weights[t][n], vs, acc[t][i]);
     }
   }
   for (int t = 0; t < kRows; t++) std::memcpy(mixed[t] + c, acc[t], sizeof acc[t]);

@@ -73,6 +73,24 @@ inline V LoadPart(const T* p, Size n) {
   return Load<V>(padded);
 }
 
+// a * b + c in each lane, rounded once where the processor can and twice where it cannot. It is spelled out because a
+// compiler that may fuse on its own does not have to: tuned for some processors GCC fuses the sums of one tile and not
+// those of the next, and a row's bits would then depend on the rows beside it.
+template <typename V>
+inline V MultiplyAdd(V a, V b, V c) {
+#ifdef __AVX512F__
+  if constexpr (sizeof(V) == 64) return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#endif
+#if defined(__FMA__)
+  if constexpr (sizeof(V) == 32) return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__FP_FAST_FMAF)
+  for (int i = 0; i < kLanesOf<V>; i++) c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+  return c;
+#else
+  return a * b + c;
+#endif
+}
+
 // The upper half of the lanes is added to the lower until one is left: ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)) for 8.
 template <typename V>
 inline float SumLanes(V v) {
@@ -102,13 +120,15 @@ inline Vector SumLanesOfFour(const Vector* v) {
 
 // exp(x) for x <= 0 to 2 units in the last place: x = n ln 2 + r, and a Taylor polynomial of degree 7 for exp(r).
 inline Vector Exp(Vector x) {
-  constexpr float kRounder = 12582912;  // 1.5 * 2^23: adding it leaves an integer in the low bits
-  const Vector shifted = x * 1.44269504f + kRounder;
-  const Vector n = shifted - kRounder;
-  const Vector r = (x - n * 0.693359375f) - n * -2.12194440e-4f;  // ln 2 in two parts, the first with few bits
-  Vector y = r * (1.f / 5040) + 1.f / 720;
-  for (float c : {1.f / 120, 1.f / 24, 1.f / 6, 1.f / 2, 1.f, 1.f}) y = y * r + c;
-  const Bits exponent = ((Bits)shifted - (Bits)(Vector{} + kRounder)) << 23;
+  const auto all = [](float lane) { return Vector{} + lane; };
+  const Vector rounder = all(12582912);  // 1.5 * 2^23: adding it leaves an integer in the low bits
+  const Vector shifted = MultiplyAdd(x, all(1.44269504f), rounder);
+  const Vector n = shifted - rounder;
+  // ln 2 in two parts, the first with few bits
+  const Vector r = MultiplyAdd(n, all(2.12194440e-4f), MultiplyAdd(n, all(-0.693359375f), x));
+  Vector y = all(1.f / 5040);
+  for (float c : {1.f / 720, 1.f / 120, 1.f / 24, 1.f / 6, 1.f / 2, 1.f, 1.f}) y = MultiplyAdd(y, r, all(c));
+  const Bits exponent = ((Bits)shifted - (Bits)rounder) << 23;
   return x < -87.f ? Vector{} : (Vector)((Bits)y + exponent);
 }
 
